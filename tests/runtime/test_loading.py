@@ -8,6 +8,7 @@ import json
 import os
 import re
 import shutil
+from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ import onnxruntime as ort
 import pytest
 
 from tests.support.attacks import put
+from tests.support.editing import edit_json
 from tests.support.mutations import mutations
 from tests.support.toy_model import Toy, byte_tokenizer, export, export_sampler
 from topw_deploy.errors import ManifestError, TokenizerError, TopWError
@@ -29,13 +31,6 @@ from topw_deploy.runtime.ort import graph_session
 def folder(toy_folder: Path, tmp_path: Path) -> Path:
     """A copy to modify."""
     return Path(shutil.copytree(toy_folder, tmp_path / "copy"))
-
-
-def edit_manifest(folder: Path, change: Any) -> None:
-    path = folder / MANIFEST_NAME
-    data = json.loads(path.read_text())
-    change(data)
-    path.write_text(json.dumps(data))
 
 
 def load(folder: Path, **settings: Any) -> TopWModel:
@@ -99,11 +94,32 @@ def test_loading_needs_no_network_and_no_home(folder: Path, monkeypatch: pytest.
     assert load(folder).generate("a", max_new_tokens=2).token_ids
 
 
-def test_the_manifest_must_belong_to_the_graph(folder: Path) -> None:
-    edit_manifest(folder, lambda m: m["inputs"].pop(0))
-    with pytest.raises(
-        ManifestError, match=r"input 'input_ids' is tensor\(int64\) in model.onnx, but absent in the manifest"
-    ):
+def add_a_layer(manifest: dict[str, Any]) -> None:
+    third = {"layer": 2, "past": "past_key_values.2.key", "present": "present.2"}
+    manifest["decoder"]["states"].append({**manifest["decoder"]["states"][0], **third})
+    manifest["decoder"]["num_layers"] = 3
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            lambda m: m["inputs"].pop(0),
+            r"input 'input_ids' is tensor\(int64\) in model.onnx, but absent in the manifest",
+        ),
+        (
+            lambda m: m["decoder"].update(kv_form="paged"),
+            "'paged', but this topw_deploy supports concat, static, shared",
+        ),
+        (add_a_layer, r"no past_key_values.2.key, but its cache has the form concat"),
+        (lambda m: m["files"].pop("tokenizer.json"), r"has no tokenizer.json; export the model again"),
+    ],
+)
+def test_the_manifest_must_belong_to_the_graph_and_the_files(
+    folder: Path, change: Callable[[Any], Any], message: str
+) -> None:
+    edit_json(folder / MANIFEST_NAME, change)
+    with pytest.raises(TokenizerError if "tokenizer" in message else ManifestError, match=message):
         load(folder)
 
 
@@ -126,37 +142,15 @@ def test_a_manifest_with_any_value_in_a_field_generates_or_is_refused(
     assert min(generated, refused) > 400 // share, (generated, refused)
 
 
-def test_another_cache_form_is_refused_before_anything_runs(folder: Path) -> None:
-    edit_manifest(folder, lambda m: m["decoder"].update(kv_form="paged"))
-    with pytest.raises(ManifestError, match="form 'paged', but this topw_deploy supports concat, static, shared"):
-        load(folder)
-
-
 def test_a_graph_without_the_sampler_is_refused(folder: Path) -> None:
     model = onnx.load(folder / "model.onnx")
     kept = [output for output in model.graph.output if output.name != "certified"]
     del model.graph.output[:]
     model.graph.output.extend(kept)
     put(folder, "model.onnx", model.SerializeToString())
-    edit_manifest(folder, lambda m: m.update(outputs=[o for o in m["outputs"] if o["name"] != "certified"]))
+    outputs = [o for o in json.loads((folder / MANIFEST_NAME).read_text())["outputs"] if o["name"] != "certified"]
+    edit_json(folder / MANIFEST_NAME, outputs=outputs)
     with pytest.raises(ManifestError, match="has no 'certified', so its sampler is not Top-W's"):
-        load(folder)
-
-
-def test_layers_that_the_graph_does_not_have_are_named(folder: Path) -> None:
-    def add(manifest: dict[str, Any]) -> None:
-        third = {"layer": 2, "past": "past_key_values.2.key", "present": "present.2"}
-        manifest["decoder"]["states"].append({**manifest["decoder"]["states"][0], **third})
-        manifest["decoder"]["num_layers"] = 3
-
-    edit_manifest(folder, add)
-    with pytest.raises(ManifestError, match=r"no past_key_values.2.key, but its cache has the form concat"):
-        load(folder)
-
-
-def test_a_folder_without_a_tokenizer_is_a_tokenizer_error(folder: Path) -> None:
-    edit_manifest(folder, lambda m: m["files"].pop("tokenizer.json"))
-    with pytest.raises(TokenizerError, match=r"has no tokenizer.json; export the model again"):
         load(folder)
 
 

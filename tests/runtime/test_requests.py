@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import warnings
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.support.editing import edit_json
 from tests.support.prepared import prepare
 from tests.support.toy_model import CONTEXT, EOS, PAD, VOCAB, Load, Toy, byte_ids, export
 from topw_deploy.engine import Engine
@@ -186,16 +186,9 @@ def test_one_more_level_of_lists_means_one_value_per_row(name: str, value: Any, 
 
 
 REAL = {  # from instruction models
-    "bos_token_id": 1,
-    "do_sample": True,
-    "eos_token_id": [EOS, 7],
-    "pad_token_id": PAD,
-    "temperature": 0.6,
-    "top_k": 50,
-    "top_p": 0.9,
-    "repetition_penalty": 1.05,
-    "transformers_version": "5.0.0",
-    "_from_model_config": True,
+    **{"bos_token_id": 1, "eos_token_id": [EOS, 7], "pad_token_id": PAD},
+    **{"do_sample": True, "temperature": 0.6, "top_k": 50, "top_p": 0.9, "repetition_penalty": 1.05},
+    **{"transformers_version": "5.0.0", "_from_model_config": True},
 }
 
 
@@ -327,14 +320,6 @@ def rows(request: dict[str, Any], count: int = 1, **about: Any) -> list[TopWPara
     return [sequence.params.top_w for sequence in prepare(request, [[5]] * count, **about)]
 
 
-def beta(request: dict[str, Any], **about: Any) -> float:
-    return rows(request, **about)[0].beta
-
-
-def scale(request: dict[str, Any], **about: Any) -> float:
-    return rows(request, **about)[0].geom_scale
-
-
 @pytest.mark.parametrize(
     ("request_", "model", "expected"),
     [
@@ -354,7 +339,7 @@ def scale(request: dict[str, Any], **about: Any) -> float:
 def test_beta_is_its_number_at_the_temperature_that_the_row_ends_up_with(
     request_: dict[str, Any], model: dict[str, Any], expected: float
 ) -> None:
-    assert beta(request_, file=model) == pytest.approx(expected, rel=1e-15)
+    assert rows(request_, file=model)[0].beta == pytest.approx(expected, rel=1e-15)
 
 
 @pytest.mark.parametrize(
@@ -365,9 +350,11 @@ def test_beta_is_its_number_at_the_temperature_that_the_row_ends_up_with(
         ({"beta": "1e39"}, "beta is 1e\\+39, but must be a finite number.* in float32"),
         ({"lam": "1+1*T"}, "lam is '1\\+1\\*T', but must be a finite number"),
         ({"generation_config": {"beta": "T"}}, "generation_config: beta is 'T', but must be"),
+        ({"geom_unit": "median"}, "geom_unit is 'median', but geom_scale is not given with it"),
+        ({"geom_scale": 1.5, "geom_unit": "mean"}, "geom_unit is 'mean', but must be one of raw, median"),
     ],
 )
-def test_text_that_is_no_beta_is_refused(request_: dict[str, Any], message: str) -> None:
+def test_text_that_is_no_beta_or_unit_is_refused(request_: dict[str, Any], message: str) -> None:
     with pytest.raises(ParameterError, match=message):
         rows(request_)
 
@@ -386,7 +373,7 @@ def test_text_that_is_no_beta_is_refused(request_: dict[str, Any], message: str)
 def test_a_unit_applies_to_the_scale_that_is_given_with_it(
     request_: dict[str, Any], model: dict[str, Any], expected: float
 ) -> None:
-    assert scale(request_, file=model) == expected
+    assert rows(request_, file=model)[0].geom_scale == expected
 
 
 def test_each_row_may_have_its_own_preset_beta_and_unit() -> None:
@@ -402,27 +389,23 @@ def test_each_row_may_have_its_own_preset_beta_and_unit() -> None:
 
 
 @pytest.mark.parametrize(
-    ("request_", "median", "message"),
+    ("scale", "median", "message"),
     [
-        ({"geom_unit": "median"}, MEDIAN, "geom_unit is 'median', but geom_scale is not given with it"),
-        ({"geom_scale": 1.5, "geom_unit": "median"}, None, "this export has no median distance of likely pairs"),
-        ({"geom_scale": 1.5, "geom_unit": "mean"}, MEDIAN, "geom_unit is 'mean', but must be one of raw, median"),
-        ({"geom_scale": 1e38, "geom_unit": "median"}, 0.01, r"geom_scale is 1e\+38, 1e\+40 when divided by"),
+        (1.5, None, "this export has no median distance of likely pairs"),
+        (1e38, 0.01, r"geom_scale is 1e\+38, 1e\+40 when divided by"),
     ],
 )
-def test_a_unit_that_cannot_be_used_is_refused(request_: dict[str, Any], median: float | None, message: str) -> None:
+def test_a_unit_that_cannot_be_used_is_refused(scale: float, median: float | None, message: str) -> None:
     with pytest.raises(ParameterError, match=message):
-        rows(request_, median_distance=median)
+        rows({"geom_scale": scale, "geom_unit": "median"}, median_distance=median)
 
 
 def opened(folder: Path, metric: str, **manifest: Any) -> TopWModel:
     """A model over a toy's export with beta 3 by default and fields of its manifest replaced."""
     toy = Toy.random(1, options=TopWOptions(top_m=64, metric=metric))
     out = export(folder, toy, form="scatter", defaults=TopWParameters(beta=3.0))
-    data = json.loads((out / MANIFEST_NAME).read_text())
-    data["verification"]["median_distance"] = manifest.pop("median_distance", None)
-    data |= manifest
-    (out / MANIFEST_NAME).write_text(json.dumps(data))
+    median = manifest.pop("median_distance", None)
+    edit_json(out / MANIFEST_NAME, lambda data: data["verification"].update(median_distance=median), **manifest)
     return TopWModel.from_pretrained(out, provider="cpu", intra_op_num_threads=1)
 
 

@@ -116,14 +116,8 @@ def test_a_wrong_byte_token_takes_no_other_byte_of_its_run(runs: list[bytes | st
         else:  # a special token, which separates runs unless it is skipped
             ids += [2 + byte for byte in "é".encode()] + [1]
             text += "é</s>".encode()
-    assert SENTENCEPIECE.decode(of.mend(ids), skip_special_tokens=False) == text.decode(
-        "utf-8", "replace"
-    ).removeprefix(" ")
-
-
-def test_special_tokens_between_words_do_not_eat_a_space() -> None:
-    the, sun = SENTENCEPIECE.token_to_id("▁the"), SENTENCEPIECE.token_to_id("▁sun")
-    assert "".join(pieces_of(SENTENCEPIECE, [the], [sun, 1, 1, sun])) == " sun sun"
+    wanted = text.decode("utf-8", "replace").removeprefix(" ")
+    assert SENTENCEPIECE.decode(of.mend(ids), skip_special_tokens=False) == wanted
 
 
 class Letters:
@@ -251,8 +245,9 @@ def test_special_tokens_inside_a_character_do_not_lose_it(between: int) -> None:
     assert "".join(pieces_of(SENTENCEPIECE, [*fallback[:3], *[1] * between], fallback[3:])) == "😀"
 
 
-def test_special_tokens_at_the_end_of_a_prompt_do_not_eat_a_space() -> None:
+def test_special_tokens_between_words_and_at_the_end_of_a_prompt_do_not_eat_a_space() -> None:
     the, sun = SENTENCEPIECE.token_to_id("▁the"), SENTENCEPIECE.token_to_id("▁sun")
+    assert "".join(pieces_of(SENTENCEPIECE, [the], [sun, 1, 1, sun])) == " sun sun"
     assert "".join(pieces_of(SENTENCEPIECE, [the, *[1] * 12], [sun])) == " sun"
 
 

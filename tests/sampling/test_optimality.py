@@ -127,28 +127,23 @@ def test_without_geometry_and_entropy_the_crop_is_top_k_with_k_the_pool():
             assert found.kept.tolist() == top[: case.options.top_m]
 
 
-def test_adding_a_constant_to_all_logits_changes_nothing():
-    for case in random_cases(8, 300):
-        a = case.crop()
-        b = replace(case, logits=case.logits + 64.0).crop()  # exact in float64
+def scaled(case, factor, *names):
+    return case.but(**{name: factor * getattr(case.parameters, name) for name in names})
+
+
+@pytest.mark.parametrize(
+    ("seed", "change", "unchanged"),
+    [
+        (8, lambda case: replace(case, logits=case.logits + 64.0), "certified"),  # exact in float64
+        (9, lambda case: replace(scaled(case, 4, "temperature"), logits=4 * case.logits), "ties"),
+        (10, lambda case: scaled(case, 2, "lam", "beta", "geom_scale"), "certified"),
+    ],
+)
+def test_a_constant_or_a_scale_of_all_values_changes_nothing(seed, change, unchanged):
+    for case in random_cases(seed, 300):
+        a, b = case.crop(), change(case).crop()
         assert a.kept.tolist() == b.kept.tolist()
-        assert a.certified == b.certified
-
-
-def test_scaling_logits_and_temperature_together_changes_nothing():
-    for case in random_cases(9, 300):
-        hot = case.but(temperature=4 * case.parameters.temperature)
-        a = case.crop()
-        b = replace(hot, logits=4 * case.logits).crop()
-        assert a.kept.tolist() == b.kept.tolist()
-        assert a.ties == b.ties
-
-
-def test_scaling_lam_beta_and_geom_scale_together_changes_nothing():
-    for case in random_cases(10, 300):
-        P = case.parameters
-        double = case.but(lam=2 * P.lam, beta=2 * P.beta, geom_scale=2 * P.geom_scale)
-        assert case.crop().kept.tolist() == double.crop().kept.tolist()
+        assert getattr(a, unchanged) == getattr(b, unchanged)
 
 
 def test_multiplying_all_probabilities_changes_neither_the_order_nor_the_cuts():

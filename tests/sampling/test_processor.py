@@ -100,6 +100,11 @@ def test_a_beta_that_depends_on_the_temperature_needs_generates_temperature(mode
         ({"top_m": 0}, "top_m is 0"),
         ({"preset": "ours"}, "preset is 'ours', but must be one of paper, released, creative, lively"),
         ({"preset": ["paper"]}, r"preset is \['paper'\], but must be one of paper"),
+        ({"geom_unit": "median", "geom_scale": 1.0}, r"no median_distance; measure it with .*median_distance_of"),
+        ({"geom_unit": "median", "median_distance": 2.0}, "geom_scale is not given with it"),
+        ({"geom_unit": "mean"}, "geom_unit is 'mean', but must be one of raw, median"),
+        ({"geom_unit": "median", "median_distance": 0.0, "geom_scale": 1.0}, "median_distance is 0.0, but must be"),
+        ({"geom_unit": "median", "median_distance": 2.0, "geom_scale": "1"}, "geom_scale is '1', but must be a finite"),
     ],
 )
 def test_choices_that_cannot_be_right_are_refused(model, choices, message):
@@ -212,18 +217,3 @@ def test_the_processor_and_the_sampler_alone_keep_the_same_tokens(model, tokeniz
     alone = sampler.sample(SCORES.numpy(), uniform=0.5, geom_unit="median", **SCALE)
     assert np.array_equal(alone.keep_mask, kept)
     assert not np.array_equal(sampler.sample(SCORES.numpy(), uniform=0.5, **SCALE).keep_mask, kept)
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ({"geom_unit": "median", "geom_scale": 1.0}, r"no median_distance; measure it with .*median_distance_of"),
-        ({"geom_unit": "median", "median_distance": 2.0}, "geom_scale is not given with it"),
-        ({"geom_unit": "mean"}, "geom_unit is 'mean', but must be one of raw, median"),
-        ({"geom_unit": "median", "median_distance": 0.0, "geom_scale": 1.0}, "median_distance is 0.0, but must be"),
-        ({"geom_unit": "median", "median_distance": 2.0, "geom_scale": "1"}, "geom_scale is '1', but must be a finite"),
-    ],
-)
-def test_a_unit_that_cannot_be_used_is_refused(model, given, message):
-    with pytest.raises(ParameterError, match=message):
-        TopWLogitsProcessor(model, **given)
