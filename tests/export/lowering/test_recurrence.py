@@ -37,18 +37,9 @@ GROUPED_SCAN = Sizes(2, 2, 6, 4, 1, per_key=True)
 RG_LRU = Sizes(1, 1, 6, 1, 1)
 ONE_QUERY = Sizes(1, 2, 4, 5, 3)
 CASES = [
-    ("linear", DENSE),
-    ("gated", DENSE),
-    ("delta", DENSE),
-    ("gated_delta", DENSE),
-    ("gated", SHARED_KEYS),
-    ("gated_delta", SHARED_KEYS),
-    ("gated", PER_KEY),
-    ("gated_delta", PER_KEY),
-    ("gated", MAMBA),
-    ("gated", GROUPED_SCAN),
-    ("gated", RG_LRU),
-    ("gated", ONE_QUERY),
+    *((rule, DENSE) for rule in ("linear", "gated", "delta", "gated_delta")),
+    *((rule, sizes) for sizes in (SHARED_KEYS, PER_KEY) for rule in ("gated", "gated_delta")),
+    *(("gated", sizes) for sizes in (MAMBA, GROUPED_SCAN, RG_LRU, ONE_QUERY)),
     ("delta", ONE_QUERY),
 ]
 INPUTS = ("query", "key", "value", "decay", "beta")
@@ -104,15 +95,20 @@ def assert_equal(found: torch.Tensor, wanted: torch.Tensor, bound: float = BOUND
     assert (found - wanted).abs().max() <= bound * max(1.0, wanted.abs().max().item())
 
 
+def check(rule: str, feeds: Mapping[str, torch.Tensor | None], form: str, bound: float = BOUND) -> torch.Tensor:
+    """Compare the output and the state with the loop's. Returns the output."""
+    output, present = lowered(rule, feeds, form).run(feeds)
+    wanted, state = literal(rule, feeds)
+    assert_equal(output, wanted, bound)
+    assert_equal(present, state)
+    return output
+
+
 @both_forms
 @every_case
 @pytest.mark.parametrize("sequence", [slow(1), 7, slow(CHUNK)])
 def test_the_recurrence_and_its_state_equal_the_loop(form: str, rule: str, sizes: Sizes, sequence: int) -> None:
-    feeds = sample(rule, sizes, sequence, strength=0.1)
-    output, present = lowered(rule, feeds, form).run(feeds)
-    wanted, state = literal(rule, feeds)
-    assert_equal(output, wanted)
-    assert_equal(present, state)
+    check(rule, sample(rule, sizes, sequence, strength=0.1), form)
 
 
 @both_forms
@@ -123,10 +119,7 @@ def test_no_decay_and_decays_of_fifty_overflow_nothing(form: str, rule: str, siz
     if strength and feeds["decay"] is not None:
         feeds["decay"][:, ::3] = 0.0  # tokens that keep everything, between tokens that forget everything
         feeds["decay"][:, 1::3] = -50.0
-    output, present = lowered(rule, feeds, form).run(feeds)
-    wanted, state = literal(rule, feeds)
-    assert_equal(output, wanted)
-    assert_equal(present, state)
+    check(rule, feeds, form)
 
 
 @both_forms
@@ -170,11 +163,7 @@ def test_float16_is_computed_in_float32(form: str, rule: str, sizes: Sizes) -> N
     feeds = sample(rule, sizes, 30)
     for name in ("query", "key", "value", "beta"):
         feeds[name] = None if feeds[name] is None else feeds[name].half()
-    output, present = lowered(rule, feeds, form).run(feeds)
-    wanted, state = literal(rule, feeds)
-    assert output.dtype == torch.float16
-    assert_equal(output, wanted, 1e-3)  # the output's rounding
-    assert_equal(present, state)
+    assert check(rule, feeds, form, 1e-3).dtype == torch.float16  # the output's rounding
 
 
 def test_keys_that_repeat_do_not_spoil_the_inverse() -> None:
@@ -182,10 +171,7 @@ def test_keys_that_repeat_do_not_spoil_the_inverse() -> None:
     feeds = sample("delta", DENSE, CHUNK)
     feeds["key"][:] = feeds["key"][:, :1]
     feeds["beta"].fill_(1.0)
-    output, present = lowered("delta", feeds, "standard").run(feeds)
-    wanted, state = literal("delta", feeds)
-    assert_equal(output, wanted)
-    assert_equal(present, state)
+    check("delta", feeds, "standard")
 
 
 def test_standard_operators_refuse_calls_of_more_columns_than_a_chunk() -> None:

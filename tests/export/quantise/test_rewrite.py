@@ -27,15 +27,10 @@ BIAS = RNG.standard_normal(HIDDEN).astype(np.float32)
 HEAD = RNG.standard_normal((HIDDEN, VOCAB)).astype(np.float32)
 EXACT = {"accuracy_level": 1}
 FLOAT = ir.DataType.FLOAT
+Others = Callable[[GraphEditor, ir.Value], None]
 
 
-def toy(
-    *,
-    tied: bool,
-    gemm: bool = False,
-    more_rows: int = 0,
-    others: Callable[[GraphEditor, ir.Value], object] | None = None,
-) -> ir.Model:
+def toy(*, tied: bool, gemm: bool = False, more_rows: int = 0, others: Others | None = None) -> ir.Model:
     """Embedding, product, product with bias (or Gemm), head. more_rows: of the table than logits."""
     graph = ir.Graph([], [], nodes=[], opset_imports={"": 23}, name="toy")
     editor = GraphEditor(graph, "toy")
@@ -196,11 +191,16 @@ def test_a_pattern_that_matches_nothing_is_refused_for_a_whole_model() -> None:
     assert quantise(toy(tied=False), scheme, cut=True) == []
 
 
-def test_weights_that_cannot_be_quantised_are_reported() -> None:
-    def experts(editor: GraphEditor, hidden: ir.Value) -> None:
-        stacked = editor.constant(RNG.standard_normal((4, HIDDEN, INNER)).astype(np.float32), "experts.weight")
-        editor.graph.outputs.append(editor.op("MatMul", [hidden, stacked], dtype=FLOAT, name="unused"))
+def product(name: str, *shape: int) -> Callable[[GraphEditor, ir.Value], None]:
+    def add(editor: GraphEditor, hidden: ir.Value) -> None:
+        weight = editor.constant(RNG.standard_normal(shape).astype(np.float32), name)
+        editor.graph.outputs.append(editor.op("MatMul", [hidden, weight], dtype=FLOAT, name="unused"))
 
+    return add
+
+
+def test_weights_that_cannot_be_quantised_are_reported() -> None:
+    experts = product("experts.weight", 4, HIDDEN, INNER)
     (notice,) = quantise(toy(tied=True, others=experts), Quantisation(bits=4))
     assert "1 weights" in notice
     assert "experts.weight" in notice
@@ -208,12 +208,7 @@ def test_weights_that_cannot_be_quantised_are_reported() -> None:
 
 def test_a_gate_with_one_output_stays_float() -> None:
     """Such as that of Qwen 2's shared expert: it saves nothing, and scales a whole expert."""
-
-    def gate(editor: GraphEditor, hidden: ir.Value) -> None:
-        weight = editor.constant(RNG.standard_normal((HIDDEN, 1)).astype(np.float32), "gate.weight")
-        editor.graph.outputs.append(editor.op("MatMul", [hidden, weight], dtype=FLOAT, name="unused"))
-
-    model = toy(tied=False, others=gate)
+    model = toy(tied=False, others=product("gate.weight", HIDDEN, 1))
     quantise(model, Quantisation(bits=4))
     assert float_matrices(model) == {"gate.weight"}
 

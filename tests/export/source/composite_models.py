@@ -10,22 +10,10 @@ import torch
 import transformers as hf
 from transformers import PreTrainedModel
 
-from tests.support.tiny_models import VOCAB, WINDOW, write_tokenizer
+from tests.support.tiny_models import COMMON, VOCAB, WINDOW, write_tokenizer
 from topw_deploy.export.source.text_decoder import Composite, allow_missing_packages
 
-TEXT: dict[str, Any] = {
-    "vocab_size": VOCAB,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-    "head_dim": 16,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
-}
+TEXT: dict[str, Any] = {**COMMON, "head_dim": 16}
 VISION: dict[str, Any] = {
     "hidden_size": 16,
     "intermediate_size": 16,
@@ -146,10 +134,8 @@ CONFIGS: dict[str, Callable[[], Any]] = {
         **IMAGE,
     ),
     "glm4v": lambda: hf.Glm4vConfig(
-        vision_config={"hidden_size": 16, "depth": 1, "num_heads": 2, "intermediate_size": 16, "out_hidden_size": 32},
-        text_config=_text_config(
-            "head_dim", num_attention_heads=2, rope_parameters={**SECTIONS, "mrope_section": [4, 2, 2]}
-        ),
+        vision_config={"hidden_size": 16, **QWEN_VISION},
+        text_config=_text_config("head_dim", num_attention_heads=2, rope_parameters=SECTIONS),
         image_token_id=300,
         video_token_id=301,
     ),
@@ -171,15 +157,7 @@ CONFIGS: dict[str, Callable[[], Any]] = {
         image_token_id=300,
     ),
     "lfm2_vl": lambda: hf.Lfm2VlConfig(
-        vision_config={
-            "model_type": "siglip2_vision_model",
-            "hidden_size": 16,
-            "intermediate_size": 16,
-            "num_hidden_layers": 1,
-            "num_attention_heads": 2,
-            "num_patches": 4,
-            "patch_size": 4,
-        },
+        vision_config={**VISION, "model_type": "siglip2_vision_model", "num_patches": 4, "patch_size": 4},
         text_config=_text_config("head_dim", model_type="lfm2", layer_types=["conv", "full_attention"]),
         image_token_id=300,
     ),

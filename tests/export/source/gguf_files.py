@@ -244,15 +244,8 @@ def random_blocks(shape: tuple[int, ...], kind: str) -> np.ndarray:
     block, size = gguf.GGML_QUANT_SIZES[Kind[kind]]
     rng = np.random.default_rng(int(np.prod(shape)))
     raw = rng.integers(0, 256, (*shape[:-1], shape[-1] // block, size), np.uint8)
-    for place in {
-        "Q2_K": (80, 82),
-        "Q3_K": (108,),
-        "Q6_K": (208,),
-        "Q4_K": (0, 2),
-        "Q5_K": (0, 2),
-        "Q4_1": (0, 2),
-        "Q5_1": (0, 2),
-    }.get(kind, (0,)):
+    places = {"Q2_K": (80, 82), "Q3_K": (108,), "Q6_K": (208,)}
+    for place in places.get(kind, (0, 2) if kind in WITH_MINIMA else (0,)):
         scales = np.exp2(rng.uniform(-14, -11, raw.shape[:-1])).astype(np.float16)
         raw[..., place : place + 2] = scales[..., None].view(np.uint8)
     return raw.reshape(*shape[:-1], -1)

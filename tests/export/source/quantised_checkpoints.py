@@ -132,7 +132,6 @@ def round_for_gptq(
     """Zero points as AutoGPTQ packs them. second: as its second format does, which stores them unchanged."""
     groups = input_groups(weight.shape[1], GROUP, order)
     codes, scales, zeros, decoded = round_in_groups(weight, bits, groups, symmetric, torch.float16)
-    decoded = (codes - zeros[:, groups]).astype(np.float32) * scales[:, groups]
     tensors = {
         ".qweight": torch.from_numpy(pack_words(codes, bits).T),
         ".qzeros": torch.from_numpy(pack_words(zeros.T - (not second), bits)),
@@ -174,8 +173,15 @@ def _float8_layer(
     return lambda weight: round_to_float8(weight, blocks(weight), name, **how)
 
 
-def _integer_layer(bits: int, group: int | None, **how: bool) -> Callable[[np.ndarray], Layer]:
-    return lambda weight: round_to_integers(weight, bits, group or weight.shape[1], **how)
+def _integers(form: str, bits: int, group: int | None = None, *, symmetric: bool = True, order: bool = False) -> Kind:
+    """compressed-tensors' codes. group: None for one scale per row."""
+    weights = {"num_bits": bits, "type": "int"} | ({"strategy": "channel"} if group is None else {"group_size": group})
+    weights |= ({} if symmetric else {"symmetric": False}) | ({"actorder": "group"} if order else {})
+    how = {"packed": form == "pack-quantized", "symmetric": symmetric, "order": order}
+    return Kind(
+        _compressed_settings(form, **weights),
+        lambda weight: round_to_integers(weight, bits, group or weight.shape[1], **how),
+    )
 
 
 def _gptq(bits: int = 4, **how: bool) -> Kind:
@@ -213,30 +219,12 @@ KINDS: dict[str, Kind] = {
         ),
         _float8_layer("_scale", lambda _: BLOCK),
     ),
-    "compressed int4": Kind(
-        _compressed_settings("pack-quantized", num_bits=4, type="int", group_size=GROUP),
-        _integer_layer(4, GROUP, packed=True, symmetric=True),
-    ),
-    "compressed int4, asymmetric": Kind(
-        _compressed_settings("pack-quantized", num_bits=4, type="int", group_size=GROUP, symmetric=False),
-        _integer_layer(4, GROUP, packed=True, symmetric=False),
-    ),
-    "compressed int4, actorder": Kind(
-        _compressed_settings("pack-quantized", num_bits=4, type="int", group_size=GROUP, actorder="group"),
-        _integer_layer(4, GROUP, packed=True, symmetric=False, order=True),
-    ),
-    "compressed int8, packed": Kind(
-        _compressed_settings("pack-quantized", num_bits=8, type="int", group_size=GROUP),
-        _integer_layer(8, GROUP, packed=True, symmetric=True),
-    ),
-    "compressed int8, rows": Kind(
-        _compressed_settings("naive-quantized", num_bits=8, type="int", strategy="channel"),
-        _integer_layer(8, None, packed=False, symmetric=True),
-    ),
-    "compressed int8, asymmetric": Kind(
-        _compressed_settings("int-quantized", num_bits=8, type="int", strategy="channel", symmetric=False),
-        _integer_layer(8, None, packed=False, symmetric=False),
-    ),
+    "compressed int4": _integers("pack-quantized", 4, GROUP),
+    "compressed int4, asymmetric": _integers("pack-quantized", 4, GROUP, symmetric=False),
+    "compressed int4, actorder": _integers("pack-quantized", 4, GROUP, symmetric=False, order=True),
+    "compressed int8, packed": _integers("pack-quantized", 8, GROUP),
+    "compressed int8, rows": _integers("naive-quantized", 8),
+    "compressed int8, asymmetric": _integers("int-quantized", 8, symmetric=False),
 }
 
 

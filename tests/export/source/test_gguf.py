@@ -149,10 +149,7 @@ def bits_of(kind: str) -> int:
 @pytest.mark.parametrize(
     ("name", "kind"),
     [
-        ("llama", "Q4_0"),
-        ("llama", "Q4_1"),
-        ("llama", "Q6_K"),
-        ("llama", "Q4_K"),
+        *(("llama", kind) for kind in ("Q4_0", "Q4_1", "Q6_K", "Q4_K")),
         ("qwen2", "Q4_0"),
         ("gemma3", "Q4_1"),
         ("gemma3", "Q6_K"),
@@ -226,10 +223,8 @@ def test_rotary_factors_become_longrope(tmp_path: Path) -> None:
 )
 def test_a_file_that_would_be_misread_is_refused(settings: dict, message: str | None, tmp_path: Path) -> None:
     write_gguf(tmp_path / "model.gguf", "llama", **settings)
-    if message is None:  # gguf decodes them
-        load_reference(resolve(str(tmp_path / "model.gguf")).folder, "float32")
-        return
-    with pytest.raises((SourceError, UnsupportedModelError), match=message):
+    refused = pytest.raises((SourceError, UnsupportedModelError), match=message or "")
+    with refused if message else contextlib.nullcontext():  # gguf decodes the others
         load_reference(resolve(str(tmp_path / "model.gguf")).folder, "float32")
 
 

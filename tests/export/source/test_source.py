@@ -99,18 +99,10 @@ def test_a_file_other_than_a_graph_is_refused(tmp_path: Path) -> None:
         resolve(str(touch(tmp_path, "weights.bin") / "weights.bin"))
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "./nowhere/model",
-        "decoder.onnx",
-        "models/decoder.onnx",
-        "/tmp/nowhere",
-        "~/nowhere",
-        "a/b/c",
-        "/tmp/nowhere.gguf",
-    ],
-)
+PATHS = "./nowhere/model decoder.onnx models/decoder.onnx /tmp/nowhere ~/nowhere a/b/c /tmp/nowhere.gguf"
+
+
+@pytest.mark.parametrize("name", PATHS.split())
 def test_the_hub_is_not_asked_for_a_path(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setattr(huggingface_hub, "snapshot_download", None)
     with pytest.raises(SourceError, match=f"^{re.escape(name)} does not exist, and is not a hub id"):
@@ -163,10 +155,7 @@ def answer(status: int) -> Any:
         (errors.GatedRepoError("gated", response=answer(403)), r"gated; accept its licence.*HF_TOKEN"),
         (errors.RepositoryNotFoundError("no", response=answer(404)), "neither a local path nor a model on the hub"),
         (errors.RevisionNotFoundError("no", response=answer(404)), "has no revision 'v9'"),
-        (
-            PermissionError(errno.EACCES, "Permission denied"),
-            r"hub's cache .*denied.*--cache-dir",
-        ),
+        (PermissionError(errno.EACCES, "Permission denied"), r"hub's cache .*denied.*--cache-dir"),
         (OSError(errno.EROFS, "Read-only file system"), "cache .*Read-only file system"),
         (OSError(errno.ENOSPC, "No space left on device"), "cache .*No space left on device"),
         (ConnectionError("connection reset"), "could not be downloaded"),

@@ -10,6 +10,7 @@ import pytest
 import sentencepiece
 from tokenizers import Tokenizer
 
+from tests.support.editing import edit_json
 from topw_deploy.errors import TokenizerError
 from topw_deploy.export.source.tokenizer import check_tokenizer, write_tokenizer
 from topw_deploy.tiny import TINY_MODEL
@@ -91,9 +92,8 @@ def test_a_sentencepiece_model_is_converted(settings: object, sentencepiece_fold
 
 
 def test_a_conversion_keeps_several_chat_templates(sentencepiece_folder: Path, output: Path) -> None:
-    path = sentencepiece_folder / "tokenizer_config.json"
     templates = [{"name": name, "template": f"{{{{ {name} }}}}"} for name in ("default", "tool_use")]
-    path.write_text(json.dumps({**json.loads(path.read_text()), "chat_template": templates}))
+    edit_json(sentencepiece_folder / "tokenizer_config.json", chat_template=templates)
     write_tokenizer(sentencepiece_folder, output)
     assert (output / "chat_template.jinja").read_text() == "{{ default }}"
     assert (output / "additional_chat_templates" / "tool_use.jinja").read_text() == "{{ tool_use }}"
