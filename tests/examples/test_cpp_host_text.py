@@ -14,6 +14,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from tests.examples.cpp_host import Host, answers_of, fails, ids_of, lines_of, rewritten, same
 from tests.examples.test_cpp_host_requests import expected, random_request
+from tests.support.editing import edit_json
 from tests.support.toy_model import BOS, EOS, SPECIAL, VOCAB, Toy, byte_ids, byte_tokenizer, export
 from topw_deploy.manifest import MANIFEST_NAME, describe_files, load_manifest, save_manifest
 from topw_deploy.runtime import TopWModel
@@ -187,9 +188,7 @@ def test_a_library_without_the_interface_is_refused(
     fails(host(broken, *library, 50), 1, "tokenizer.json cannot be read")
     silent = rewritten(folders["concat"], tmp_path / "silent", lambda _: None)
     (silent / "tokenizer.json").unlink()
-    manifest = json.loads((silent / MANIFEST_NAME).read_text(encoding="utf-8"))
-    del manifest["files"]["tokenizer.json"]
-    (silent / MANIFEST_NAME).write_text(json.dumps(manifest), encoding="utf-8")
+    edit_json(silent / MANIFEST_NAME, lambda manifest: manifest["files"].pop("tokenizer.json"))
     fails(host(silent, *library, 50), 1, "has no tokenizer.json")
 
 

@@ -14,6 +14,7 @@ import pytest
 from tests.serve.conftest import TEMPLATE, NewClient
 from tests.serve.test_page import drawn, inspect, set_of
 from tests.support.browser import needs_browser, run_node
+from tests.support.editing import edit_json
 from tests.support.toy_model import Toy, export
 from topw_deploy.export import export_model
 from topw_deploy.manifest import MANIFEST_NAME
@@ -31,9 +32,7 @@ def bundled(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The bundled model with logits, and a median distance in place of the one that a verification measures."""
     place = tmp_path_factory.mktemp("page") / "demo"
     export_model("tiny", place, verify=False, with_logits=True)
-    manifest = json.loads((place / MANIFEST_NAME).read_text("utf-8"))
-    manifest["verification"]["median_distance"] = MEDIAN
-    (place / MANIFEST_NAME).write_text(json.dumps(manifest), "utf-8")
+    edit_json(place / MANIFEST_NAME, lambda manifest: manifest["verification"].update(median_distance=MEDIAN))
     return place
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from tests.support.browser import FOLDER, needs_browser, run_node
+from tests.support.editing import edit_json
 from tests.support.toy_model import CONTEXT, Toy, export
 from topw_deploy.runtime import TopWModel
 from topw_deploy.web import write_site
@@ -38,9 +39,7 @@ def site(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def state_size(manifest: Path, size: int) -> None:
-    data = json.loads(manifest.read_text("utf-8"))
-    data["files"]["model.onnx"]["size"] = size
-    manifest.write_text(json.dumps(data), encoding="utf-8")
+    edit_json(manifest, lambda data: data["files"]["model.onnx"].update(size=size))
 
 
 FAULTS: dict[str, tuple[Callable[[Path], object], dict[str, Any], str]] = {
