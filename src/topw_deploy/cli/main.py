@@ -135,7 +135,7 @@ def run(command: click.Command | None, program: str, prefix: str, args: Sequence
     prefix: first part of the names of environment variables.
     args: the arguments; None for those of the process.
     """
-    warnings.showwarning = _show_note
+    warnings.showwarning = lambda message, *_, **__: tell(f"Note: {message}")
     if not prepare_streams():
         return _fail("standard output is closed; redirect it to a file or to the null device.")
     words = list(sys.argv[1:] if args is None else args)
@@ -229,11 +229,6 @@ def _fail(message: str) -> int:
     """Print an error. Returns the exit code."""
     tell(f"Error: {message}")
     return 1
-
-
-def _show_note(message: Warning | str, *_: object, **__: object) -> None:
-    """Print a warning on one line; in place of `warnings.showwarning`."""
-    tell(f"Note: {message}")
 
 
 _CONSTRAINTS = ("json_schema", "regex", "choice", "grammar")  # options that set the parameter structured_outputs

@@ -163,11 +163,12 @@ class States:
         dtype = ir.DataType[state.dtype.upper()]
         return self._editor.input(state.past, dtype, self._shape(state, self._past_tokens))
 
-    def present(self, state: State, value: ir.Value) -> None:
-        """Make `value` the output that holds `state` after the call."""
+    def present(self, state: State, value: ir.Value) -> ir.Value:
+        """Make `value` the output that holds `state` after the call. Returns it."""
         value.name, value.type = state.present, ir.TensorType(ir.DataType[state.dtype.upper()])
         value.shape = ir.Shape(self._shape(state, self._present_tokens))
         self._editor.graph.outputs.append(value)
+        return value
 
     @staticmethod
     def _shape(state: State, tokens: int | str) -> list[int | str]:

@@ -39,11 +39,9 @@ def lower(decoder: TracedDecoder, *, tensorrt: bool = False) -> list[State]:
     for layer in attention_layers(decoder):
         if layer.source is None:
             presents[layer.index] = [
-                editor.op("Concat", [states.past(state), part], axis=2)
+                states.present(state, editor.op("Concat", [states.past(state), part], axis=2))
                 for state, part in zip(layer.states, layer.new_parts, strict=True)
             ]
-            for state, present in zip(layer.states, presents[layer.index], strict=True):
-                states.present(state, present)
         decomposed = tensorrt and not tensorrt_fuses(layer)
         attend(editor, layer, presents[layer.owner], masks.of(layer), decomposed=decomposed)
     if has_mixers(decoder):

@@ -65,11 +65,9 @@ def _lower_attention(
     for layer in layers:
         if layer.source is None:
             presents[layer.index] = [
-                editor.op("TensorScatter", [past, part, cache.write_indices], axis=2)
-                for past, part in zip(pasts[layer.index], layer.new_parts, strict=True)
+                cache.present(state, editor.op("TensorScatter", [past, part, cache.write_indices], axis=2))
+                for state, past, part in zip(layer.states, pasts[layer.index], layer.new_parts, strict=True)
             ]
-            for state, present in zip(layer.states, presents[layer.index], strict=True):
-                cache.present(state, present)
         decomposed = for_tensorrt and not tensorrt_fuses(layer)
         attend(editor, layer, presents[layer.owner], masks.of(layer), decomposed=decomposed)
 

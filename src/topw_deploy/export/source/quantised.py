@@ -97,10 +97,7 @@ class QuantisedFormat:
     @property
     def blocks(self) -> tuple[int, int] | None:
         """The block size (rows, columns) of float8 weights that have a scale per block, else None."""
-        groups = (
-            json_object(json_object(group).get("weights"))
-            for group in json_object(self.settings.get("config_groups")).values()
-        )
+        groups = (json_object(group.get("weights")) for group in _groups(self.settings))
         for found in (self.settings.get("weight_block_size"), *(group.get("block_structure") for group in groups)):
             if isinstance(found, list) and [type(size) for size in found] == [int, int]:
                 return found[0], found[1]
@@ -239,7 +236,10 @@ def _encoded_weights(
                 name = full.removesuffix("_blocks").removesuffix("_scales")
                 add(name, Mxfp4Weight, {"blocks": f"{name}_blocks", "scales": f"{name}_scales"})
         elif tensor.dtype in _FLOAT8:
-            scales = next((other for other in _scale_names(full) if other in stored), "")
+            prefix = full.removesuffix("weight")
+            others = [f"{prefix}scale", f"{prefix}qscale_weight"] if end == "weight" else []
+            named = (f"{full}_scale_inv", f"{full}_scale", *others)
+            scales = next((other for other in named if other in stored), "")
             add(full, ScaledWeight, {"values": full, "scales": scales}, kind.blocks)
         elif kind.name == "compressed-tensors" and (
             full.endswith(".weight_packed") or (end == "weight" and tensor.dtype == "I8")
@@ -247,12 +247,6 @@ def _encoded_weights(
             parts = {part: f"{weight}_{part}" for part in ("scale", "zero_point", "g_idx", "shape")}
             add(weight, CompressedWeight, {**parts, "codes": full})
     return found
-
-
-def _scale_names(name: str) -> list[str]:
-    prefix = name.removesuffix("weight")
-    other = [f"{prefix}scale", f"{prefix}qscale_weight"] if name.endswith(".weight") else []
-    return [f"{name}_scale_inv", f"{name}_scale", *other]
 
 
 @contextlib.contextmanager
