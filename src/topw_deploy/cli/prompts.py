@@ -104,12 +104,8 @@ def text_lines(texts: Iterable[tuple[str, str]], *, chat: bool, system: str | No
     texts: each text, and where it stands, for messages.
     chat: whether a text is a user's message, behind the message `system` if there is one.
     """
-    return [
-        PromptLine(index, place, None, "messages", user_messages(system, text), {})
-        if chat
-        else PromptLine(index, place, None, "prompt", text, {})
-        for index, (text, place) in enumerate(texts)
-    ]
+    kind, made = ("messages", lambda text: user_messages(system, text)) if chat else ("prompt", str)
+    return [PromptLine(index, place, None, kind, made(text), {}) for index, (text, place) in enumerate(texts)]
 
 
 def user_messages(system: str | None, text: str) -> list[dict[str, str]]:

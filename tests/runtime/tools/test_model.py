@@ -20,6 +20,7 @@ TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "
 TEMPLATE = "{% if tools %}{{ tools[0].function.name }}{% endif %}{{ messages[0].content }}{# <tool_call> #}"
 ASK = [{"role": "user", "content": "ab"}]
 CALL = '{"name": "f", "arguments": {"n": 1}}'
+CONFIG = {"eos_token": "</s>", "pad_token": "<pad>"}
 # The markers get the token ids of bytes that UTF-8 does not use.
 _FREE = [*range(0xF8, 0x100)]
 IDS = dict(zip(MARKERS, byte_ids(bytes(_FREE)), strict=True))
@@ -51,7 +52,7 @@ def model_that_writes(
         form=form,
         tokenizer=tokenizer_with_markers(),
         chat_template=template,
-        tokenizer_config={"eos_token": "</s>", "pad_token": "<pad>"},
+        tokenizer_config=CONFIG,
     )
 
 
@@ -168,14 +169,7 @@ def test_the_code_on_the_page_runs(
     toy = Toy.script(ids_of("<tool_call>", WEATHER_CALL, "</tool_call>", EOS), prompt_tokens=1)
     for step, token in enumerate(ids_of("Yes.", EOS)):
         toy.place[79 + step, token] = 4000
-    config = {"eos_token": "</s>", "pad_token": "<pad>"}
-    export(
-        tmp_path / "out",
-        toy,
-        tokenizer=tokenizer_with_markers(),
-        chat_template=BY_TURN,
-        tokenizer_config=config,
-    )
+    export(tmp_path / "out", toy, tokenizer=tokenizer_with_markers(), chat_template=BY_TURN, tokenizer_config=CONFIG)
     monkeypatch.chdir(tmp_path)
     names: dict[str, Any] = {}
     blocks = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)

@@ -26,6 +26,9 @@ Argument = st.recursive(
 )
 
 
+Where = st.dictionaries(st.text("abc", min_size=1), Argument, max_size=3)
+
+
 def tool_call(name: str, arguments: dict[str, Any], number: int = 0) -> dict[str, Any]:
     return {
         "id": f"a1B2c3D4{number}",
@@ -58,12 +61,8 @@ def test_calls_parse_to_what_was_rendered_and_render_again(form: Form) -> None:
     message: dict[str, Any] = {"role": "assistant", "content": "I look." if form.speaks and not form.reasons else ""}
     if form.reasons:
         message["reasoning_content"] = "A tool\nis needed."
-    message["tool_calls"] = [
-        tool_call("get_weather", WEATHER),
-        tool_call("now", {}, 1),
-        tool_call("get_weather", {"city": "B"}, 2),
-    ]
-    message["tool_calls"] = message["tool_calls"][: form.most]
+    calls = [("get_weather", WEATHER), ("now", {}), ("get_weather", {"city": "B"})]
+    message["tool_calls"] = [tool_call(*call, number) for number, call in enumerate(calls)][: form.most]
     output, parsed = render_and_parse(form, message)
     found = [(c.name, json.loads(c.arguments)) for c in parsed.tool_calls]
     assert found == [(c["function"]["name"], json.loads(c["function"]["arguments"])) for c in message["tool_calls"]]
@@ -90,15 +89,7 @@ def test_an_answer_without_calls_is_its_own_text(form: Form) -> None:
 
 @forms
 @settings(max_examples=examples(25))
-@given(
-    arguments=st.fixed_dictionaries(
-        {},
-        optional={
-            "city": st.text("aé😀{}<>'\"\\\n"),
-            "where": st.dictionaries(st.text("abc", min_size=1), Argument, max_size=3),
-        },
-    )
-)
+@given(arguments=st.fixed_dictionaries({}, optional={"city": st.text("aé😀{}<>'\"\\\n"), "where": Where}))
 def test_any_arguments_parse_to_the_same_arguments(form: Form, arguments: dict[str, Any]) -> None:
     message = {"role": "assistant", "content": "", "tool_calls": [tool_call("get_weather", arguments)]}
     _, parsed = render_and_parse(form, message)

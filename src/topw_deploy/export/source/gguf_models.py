@@ -139,7 +139,7 @@ class Architecture:
             return
         how: How = {}
         if self.norm_offset and base.endswith("norm") and end == "weight":
-            how["change"] = self._without_offset
+            how["change"] = lambda values: values - np.float32(self.norm_offset)
         if part in self.orders:
             how["order"] = self.orders[part](shape[0], *_heads(metadata))
         if part in self.transposed and end == "weight":
@@ -148,9 +148,6 @@ class Architecture:
         if end == "weight" and len(shape) < rank:
             how["shape"] = (*shape[:axis], 1, *shape[axis:])
         yield f"{found}.{end}", how
-
-    def _without_offset(self, values: np.ndarray) -> np.ndarray:
-        return values - np.float32(self.norm_offset)
 
 
 def _heads(metadata: Metadata) -> tuple[int, int]:
@@ -180,10 +177,6 @@ def _order(shape: tuple[int, ...], axes: tuple[int, ...], rows: int) -> np.ndarr
 def _interleaved_q(rows: int, heads: int, _kv_heads: int) -> np.ndarray:
     """Return the file's row for each row of q. Within a head, the file interleaves the two halves."""
     return _order((heads, -1, 2), (0, 2, 1), rows)
-
-
-def _interleaved_k(rows: int, _heads: int, kv_heads: int) -> np.ndarray:
-    return _interleaved_q(rows, kv_heads, kv_heads)
 
 
 def _grouped(rows: int, heads: int, kv_heads: int) -> np.ndarray:
@@ -308,7 +301,7 @@ def _finish_lfm2(config: Metadata, _values: Metadata, shapes: Shapes) -> None:
 
 
 _STARCODER_LAYER = _ATTENTION | {"ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"}
-_PERMUTED = {"attn_q": _interleaved_q, "attn_k": _interleaved_k}
+_PERMUTED = {"attn_q": _interleaved_q, "attn_k": lambda rows, _, kv_heads: _interleaved_q(rows, kv_heads, kv_heads)}
 _MOE_KEYS = {
     "expert_count": "num_experts",
     "expert_used_count": "num_experts_per_tok",

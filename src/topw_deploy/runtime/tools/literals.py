@@ -72,7 +72,8 @@ class Cursor:
 
     def accept(self, *words: str) -> Waiting[str]:
         """Take the longest of `words` that follows. Returns the word, or "" if none follows."""
-        while any(_may_complete(self.text, self.at, word) for word in words):
+        # More text may complete a word of which the rest of the text is a proper prefix.
+        while any(len(self.text) - self.at < len(word) and word.startswith(self.text[self.at :]) for word in words):
             if not (yield from self.wait_for_more()):
                 break
         found = max((word for word in words if self.text.startswith(word, self.at)), key=len, default="")
@@ -152,11 +153,6 @@ def unfinished_length(words: tuple[str, ...], text: str, at: int = 0) -> int:
         if any(word.startswith(end) for word in words):
             return size
     return 0
-
-
-def _may_complete(text: str, at: int, word: str) -> bool:
-    """Whether `text[at:]` is a proper prefix of `word`, so that more text may complete it."""
-    return len(text) - at < len(word) and word.startswith(text[at:])
 
 
 MAX_DEPTH = 64
