@@ -84,17 +84,9 @@ def test_a_peer_without_a_folder_says_what_to_give_and_its_interpreter_needs_not
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
-        (
-            {"peers": ("transformers-greedy",)},
-            BenchmarkError,
-            "transformers, greedy was requested, but is without",
-        ),
+        ({"peers": ("transformers-greedy",)}, BenchmarkError, "transformers, greedy was requested, but is without"),
         ({"peers": ("vllm",)}, ParameterError, "'vllm' is not a side of this benchmark; choose from topw-native, "),
-        (
-            {"genai": Path()},
-            BenchmarkError,
-            "is given, but onnxruntime-genai is not installed: pip install",
-        ),
+        ({"genai": Path()}, BenchmarkError, "is given, but onnxruntime-genai is not installed: pip install"),
         ({"authors": Path("x.py")}, ParameterError, "give --transformers"),
         ({"prompt_tokens": 90, "new_tokens": 10}, ParameterError, r"90 \+ 10 tokens exceed the context of 96"),
         ({"folder": Path("nowhere")}, ManifestError, "nowhere"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -16,69 +17,46 @@ from topw_deploy.errors import GrammarError, MissingPackageError
 from topw_deploy.runtime import TopWModel
 from topw_deploy.runtime import guide as grammars
 
-BROKEN: list[tuple[dict[str, Any], str, tuple[int | None, int | None]]] = [
-    ({"regex": "a(b"}, "the expression does not compile: unclosed group.", (None, None)),
+BROKEN: list[tuple[dict[str, Any], str]] = [
+    ({"regex": "a(b"}, "the expression does not compile: unclosed group."),
     (
         {"regex": "(?=a)b"},
         "the expression does not compile: look-around, including look-ahead and look-behind, is not supported.",
-        (None, None),
     ),
-    (
-        {"regex": r"[^\s\S]"},
-        "the grammar of structured_outputs allows no continuation; give another one.",
-        (None, None),
-    ),
-    (
-        {"regex": "a{0}"},
-        "the grammar of structured_outputs allows only the empty text; give another one.",
-        (None, None),
-    ),
-    ({"json": {"type": "objec"}}, "the schema does not compile: Invalid type: objec.", (None, None)),
-    ({"json": False}, "the schema is false, which no value matches; give another one.", (None, None)),
+    ({"regex": r"[^\s\S]"}, "the grammar of structured_outputs allows no continuation; give another one."),
+    ({"regex": "a{0}"}, "the grammar of structured_outputs allows only the empty text; give another one."),
+    ({"json": {"type": "objec"}}, "the schema does not compile: Invalid type: objec."),
+    ({"json": False}, "the schema is false, which no value matches; give another one."),
     (
         {"json": {"type": "array", "uniqueItems": True}},
         'the schema does not compile: Unimplemented keys: ["uniqueItems"].',
-        (None, None),
     ),
     (
         {"json": {"type": "integer", "minimum": 5, "maximum": 3}},
         "the schema does not compile: Unsatisfiable schema: minimum (5) is greater than maximum (3).",
-        (None, None),
     ),
     (
         {"grammar": 'start: "a"\n  foo bar)'},
         "the grammar does not compile: Expected token ':', found 'rule_name' (at \"bar\" ('rule_name')) (line 2, "
         "column 7).",
-        (2, 7),
     ),
-    (
-        {"grammar": 'start: "a" a\na: other'},
-        'the grammar does not compile: unknown name: "other" (line 2, column 4).',
-        (2, 4),
-    ),
-    (
-        {"grammar": "start: A\nA: /a(b/"},
-        "the grammar does not compile: unclosed group (line 2, column 4).",
-        (2, 4),
-    ),
-    ({"grammar": 'other: "a"'}, "the grammar does not compile: no start rule found.", (None, None)),
-    (
-        {"grammar": 'root ::= num\nnum ::= ("a"'},
-        "the GBNF grammar is invalid at line 2, column 13: Expected ')'.",
-        (2, 13),
-    ),
-    ({"grammar": "root ::= nope"}, "the GBNF grammar is invalid: Rule 'nope' not found.", (None, None)),
+    ({"grammar": 'start: "a" a\na: other'}, 'the grammar does not compile: unknown name: "other" (line 2, column 4).'),
+    ({"grammar": "start: A\nA: /a(b/"}, "the grammar does not compile: unclosed group (line 2, column 4)."),
+    ({"grammar": 'other: "a"'}, "the grammar does not compile: no start rule found."),
+    ({"grammar": 'root ::= num\nnum ::= ("a"'}, "the GBNF grammar is invalid at line 2, column 13: Expected ')'."),
+    ({"grammar": "root ::= nope"}, "the GBNF grammar is invalid: Rule 'nope' not found."),
 ]
 
 
-@pytest.mark.parametrize(("stated", "message", "place"), BROKEN, ids=[message[:40] for _, message, _ in BROKEN])
+@pytest.mark.parametrize(("stated", "message"), BROKEN, ids=[message[:40] for _, message in BROKEN])
 def test_a_grammar_that_does_not_compile_is_refused_with_its_place(
-    model: TopWModel, stated: dict[str, Any], message: str, place: tuple[int | None, int | None]
+    model: TopWModel, stated: dict[str, Any], message: str
 ) -> None:
+    place = re.search(r"line (\d+), column (\d+)", message)
     with pytest.raises(GrammarError) as raised:
         model.generate("x", structured_outputs=stated)
     assert str(raised.value) == f"structured_outputs: {message}"
-    assert (raised.value.line, raised.value.column) == place
+    assert (raised.value.line, raised.value.column) == (tuple(map(int, place.groups())) if place else (None, None))
     assert raised.value.parameters == ("structured_outputs",)
     with Engine(model, max_batch=1) as engine:
         with pytest.raises(GrammarError):
