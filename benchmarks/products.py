@@ -18,7 +18,7 @@ import onnx_ir as ir
 import onnxruntime as ort
 
 from benchmarks.common import Spread, interleave, machine, ratio, seconds, share_thread_pool, table
-from topw_deploy.export.product_functions import call_functions
+from topw_deploy.export.native_functions import call_functions
 from topw_deploy.plugins.library import library_path
 
 

@@ -118,7 +118,7 @@ ORDER = (
             "export/options",
             "export/sampler",
         ),
-        *("export/trace", "export/lowering", "export/foreign", "export/product_functions"),
+        *("export/trace", "export/lowering", "export/foreign", "export/native_functions"),
         *("export/write", "export/verification", "export/traced_decoder", "export/pipeline"),
         *("export/sampler_only", "export"),
     ),

@@ -29,6 +29,8 @@ MANIFEST_NAME = "topw_manifest.json"
 ROWS = "rows"
 """The sampler's dimension in graphs that can draw after each of a row's last tokens."""
 MODEL_NAME = "model.onnx"
+NATIVE_ATTENTION = "topw::GroupQueryAttention"
+"""`DecoderInfo.attention` if all attention is in this function, whose native operator computes each row alone."""
 FORMAT_VERSION = 1
 MOST_TOKENS = (1 << 31) - 1  # maximum context; operators count tokens in 32 bits
 _MOST_BYTES = 16 << 20  # of a manifest, which has a few KB
@@ -168,9 +170,9 @@ class DecoderInfo(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
         `shared` on the right, and `static`, which has row lengths, on neither.
     weights_dtype: the type of the weights: an ONNX element type such as "float", or "int4" or "int8" if quantised
         (of most products, where a GGUF file's codes are kept).
-    attention: the operator that reads the cache, "GroupQueryAttention", "Attention" or "", for information.
+    attention: the operator that reads the cache: NATIVE_ATTENTION, "GroupQueryAttention", "Attention" or "".
     ragged_chunks: whether one call can append several tokens to each row of a batch. If not, a call takes several
-        tokens only for empty caches, or for a single row.
+        tokens only for empty caches, or for a single row, unless the session `attends_alone`.
     most_columns: maximum number of tokens per row and call; 0 for any.
     buffer_step: tokens. The length of a buffer is the smallest sufficient multiple of this number. 0 if the cost of a
         step does not depend on the length.

@@ -13,7 +13,7 @@ import onnx_ir as ir
 import onnxruntime as ort
 import pytest
 
-from topw_deploy.export.product_functions import call_functions
+from topw_deploy.export.native_functions import call_functions
 from topw_deploy.export.quantise.blocks import WeightBlocks, decode_blocks, unpack_codes
 from topw_deploy.export.quantise.rewrite import OFFSETS
 

@@ -68,7 +68,7 @@ class HashingSession:
 
     def __init__(self, decoder: DecoderInfo, words: int) -> None:
         self.decoder = decoder
-        self.mask_words, self.always_masked = words, False
+        self.mask_words, self.always_masked, self.attends_alone = words, False, False
         self.fault: Callable[[str], None] = lambda when: None
 
     def bind(self) -> HashingBinding:

@@ -135,9 +135,9 @@ class Engine:
         vocab_size = model.manifest.sampler.vocab_size
         new_logits = None if spec is None else partial(LogitsBuffer, spec, vocab=vocab_size)
         self._batch = Batch(session, decoder, slots, length, new_logits)
-        # GroupQueryAttention rounds a run of one token differently from longer runs, so a prompt's last two tokens are
-        # read in one run. States of fixed size, which must absorb each token exactly once, allow no second reading.
-        self._read_anyway = 1 if decoder.recurs else 2
+        # onnxruntime's attention rounds a run of one token differently from longer runs, so a prompt's last two tokens
+        # are read in one run. States of fixed size, which must absorb each token once, allow no second reading.
+        self._read_anyway = 1 if decoder.recurs or session.attends_alone else 2
         self._scheduler: Scheduler[EngineSequence] = Scheduler(
             slots,
             chunk,

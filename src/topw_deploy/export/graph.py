@@ -189,11 +189,11 @@ class GraphEditor:
         self._taken.add(name)
         return name
 
-    def replace(self, node: ir.Node, value: ir.Value) -> None:
-        """Replace `node`, which has one output, by `value`, which gets the output's name and uses."""
-        (old,) = node.outputs
-        value.name, old.name = old.name, None
-        ir.convenience.replace_all_uses_with(old, value, replace_graph_outputs=True)
+    def replace(self, node: ir.Node, *values: ir.Value) -> None:
+        """Replace `node` by `values`, one for each output, which get the outputs' names and uses."""
+        for old, value in zip(node.outputs, values, strict=True):
+            value.name, old.name = old.name, None
+            ir.convenience.replace_all_uses_with(old, value, replace_graph_outputs=True)
         self.graph.remove(node, safe=True)
 
     def finish(self) -> None:

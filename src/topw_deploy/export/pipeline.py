@@ -15,8 +15,8 @@ from typing import Unpack
 from msgspec import structs
 
 from topw_deploy.export.graph import BLOCK_BYTES, Decoder, initializer_tensors
+from topw_deploy.export.native_functions import call_functions
 from topw_deploy.export.options import ExportKeywords, ExportOptions, ExportReport, SamplerOptions, read_options
-from topw_deploy.export.product_functions import call_functions
 from topw_deploy.export.quantise import quantise
 from topw_deploy.export.quantise.blocks import StoredRows
 from topw_deploy.export.quantise.choice import Calibration
@@ -54,7 +54,15 @@ from topw_deploy.export.write import (
 )
 from topw_deploy.folders import atomic_folder, check_free, require_space
 from topw_deploy.install import major_minor
-from topw_deploy.manifest import MANIFEST_NAME, MODEL_NAME, DecoderManifest, ModelFolder, Verification, save_manifest
+from topw_deploy.manifest import (
+    MANIFEST_NAME,
+    MODEL_NAME,
+    NATIVE_ATTENTION,
+    DecoderManifest,
+    ModelFolder,
+    Verification,
+    save_manifest,
+)
 from topw_deploy.progress import SILENT, Progress, StageMemory, available_bytes, resident_bytes
 from topw_deploy.text import decimal_size
 
@@ -211,7 +219,8 @@ def build_graph(source: Source, options: ExportOptions, progress: Progress) -> t
             _quantise(decoder, source, stored, options, options.quantisation, progress)
     progress.say(f"Attaching the sampler (top_m {options.top_w.top_m}, metric {options.top_w.metric})")
     sampler = attach_sampler(decoder, options, progress)
-    call_functions(decoder.model, decoder.opset)
+    if call_functions(decoder.model, decoder.opset) and "latent" not in decoder.info.state_bytes():
+        decoder.info = structs.replace(decoder.info, attention=NATIVE_ATTENTION)
     return decoder, sampler
 
 

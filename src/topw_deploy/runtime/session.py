@@ -90,6 +90,7 @@ class Session(Protocol):
     cpu_nodes: see `CpuNode`.
     inputs, outputs: names of the graph's inputs and outputs.
     fixed_edits: the graph's fixed number of edit slots, or None.
+    attends_alone: whether native attention computes each row's tokens as if each were alone, in any batch and chunk.
     mask_words: 32-bit words of a row's mask, ceil(V / 32).
     always_masked: whether every run takes all words; otherwise a run without a masked row takes none.
     most_rows, most_columns, most_edits: maximum rows, tokens per row and run, and edits per row; None: no limit.
@@ -102,6 +103,7 @@ class Session(Protocol):
     inputs: frozenset[str]
     outputs: tuple[str, ...]
     fixed_edits: int | None
+    attends_alone: bool
     mask_words: int
     always_masked: bool
     most_rows: int | None

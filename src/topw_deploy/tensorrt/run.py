@@ -46,6 +46,7 @@ class TensorRTSession:
     most_rows: int | None
     most_columns: int | None
     most_edits: int | None
+    attends_alone = False
 
     def __init__(self, folder: Path, manifest: DecoderManifest, lock: DeviceLock, device: int = 0) -> None:
         trt = check.load_tensorrt()

@@ -8,6 +8,8 @@
 
 #include <stdint.h>
 
+#include "attention.h"
+
 namespace topw {
 
 constexpr int64_t kBlock = 128;   // logits per maximum; every array below is padded to whole blocks
@@ -97,12 +99,19 @@ struct Hot {
   double (*squared_distance)(const float *r, double r_norm, const float *s, double s_norm, const Normalisation &by);
   double (*scalar_product)(const float *r, double r_norm, const float *s, double s_norm, const Normalisation &by);
 
-  // panel[k * kPanel + j] = x[j * stride + k] for kPanel points and `depth` coordinates.
-  void (*interleave)(const float *x, int64_t stride, int64_t depth, float *panel);
+  // panel[k * panel_stride + j] = x[j * stride + k] for kPanel points and `depth` coordinates.
+  void (*interleave)(const float *x, int64_t stride, int64_t depth, float *panel, int64_t panel_stride);
   // sums[i][j] += x_i . y_j for `rows` points x (float32, `stride` apart) and kPanel points y interleaved as panel[k *
   // kPanel + j]; `depth` <= kDepth coordinates.
   void (*closeness)(const float *x, int64_t rows, int64_t stride, const float *panel, int64_t depth, float *sums,
                     int64_t sums_stride);
+
+  // The sums of a part's queries over the slots of a segment, at least one of which one of them sees.
+  void (*attend)(const Attention &, const AttentionPart &, int64_t segment, AttentionSums &);
+  // Adds the sums of a later segment.
+  void (*add_segment)(const Attention &, int64_t count, const AttentionSums &later, AttentionSums &);
+  // Writes the outputs of a part.
+  void (*finish)(const Attention &, const AttentionPart &, const AttentionSums &);
 };
 
 const Hot &hot();  // for the instruction set in use

@@ -4,6 +4,8 @@
 
 #if defined(__x86_64__)
 #include <immintrin.h>
+#include <math.h>
+#include <string.h>
 
 #if defined(__clang__)
 #pragma clang attribute push(__attribute__((target("avx2,fma"))), apply_to = function)
@@ -20,6 +22,8 @@ namespace {
 #include "hot_loops.inc"
 
 #include "hot_sums.inc"
+
+#include "attention_loops.inc"
 
 }  // namespace
 

@@ -4,6 +4,8 @@
 
 #if defined(__x86_64__)
 #include <immintrin.h>
+#include <math.h>
+#include <string.h>
 
 #if defined(__clang__)
 #pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,fma"))), apply_to = function)
@@ -22,6 +24,8 @@ namespace {
 #include "hot_loops.inc"
 
 #include "hot_sums.inc"
+
+#include "attention_loops.inc"
 
 }  // namespace
 

@@ -1,5 +1,6 @@
 // The portable hot loops: SSE2 on x86-64, NEON on arm64.
 
+#include <math.h>
 #include <string.h>
 
 #include "hot.h"
@@ -15,6 +16,8 @@ namespace {
 #include "hot_loops.inc"
 
 #include "hot_sums.inc"
+
+#include "attention_loops.inc"
 
 }  // namespace
 

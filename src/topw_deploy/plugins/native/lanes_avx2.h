@@ -18,6 +18,22 @@ inline Floats scaled(Floats v, Floats shifted) {
   const __m256i exponent = _mm256_slli_epi32(_mm256_castps_si256(shifted), 23);
   return _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(v), exponent));
 }
+// columns[i] = x[j * stride + i] for the kLanes rows j.
+inline void load_columns(const float *x, int64_t stride, Floats *columns) {
+  __m256 rows[4];
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; ++i)
+    rows[i] = _mm256_insertf128_ps(_mm256_castps128_ps256(_mm_loadu_ps(x + i * stride)),
+                                   _mm_loadu_ps(x + (i + 4) * stride), 1);
+  const __m256d a = _mm256_castps_pd(_mm256_unpacklo_ps(rows[0], rows[1]));
+  const __m256d b = _mm256_castps_pd(_mm256_unpackhi_ps(rows[0], rows[1]));
+  const __m256d c = _mm256_castps_pd(_mm256_unpacklo_ps(rows[2], rows[3]));
+  const __m256d d = _mm256_castps_pd(_mm256_unpackhi_ps(rows[2], rows[3]));
+  columns[0] = _mm256_castpd_ps(_mm256_unpacklo_pd(a, c));
+  columns[1] = _mm256_castpd_ps(_mm256_unpackhi_pd(a, c));
+  columns[2] = _mm256_castpd_ps(_mm256_unpacklo_pd(b, d));
+  columns[3] = _mm256_castpd_ps(_mm256_unpackhi_pd(b, d));
+}
 inline float highest(Floats v) {
   __m128 half = _mm_max_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
   half = _mm_max_ps(half, _mm_movehl_ps(half, half));

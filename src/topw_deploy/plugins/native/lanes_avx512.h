@@ -18,6 +18,26 @@ inline Floats scaled(Floats v, Floats shifted) {
   const __m512i exponent = _mm512_slli_epi32(_mm512_castps_si512(shifted), 23);
   return _mm512_castsi512_ps(_mm512_add_epi32(_mm512_castps_si512(v), exponent));
 }
+// columns[i] = x[j * stride + i] for the kLanes rows j.
+inline void load_columns(const float *x, int64_t stride, Floats *columns) {
+  __m512 rows[4];
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; ++i) {
+    const float *at = x + i * stride;
+    rows[i] = _mm512_castps128_ps512(_mm_loadu_ps(at));
+    rows[i] = _mm512_insertf32x4(rows[i], _mm_loadu_ps(at + 4 * stride), 1);
+    rows[i] = _mm512_insertf32x4(rows[i], _mm_loadu_ps(at + 8 * stride), 2);
+    rows[i] = _mm512_insertf32x4(rows[i], _mm_loadu_ps(at + 12 * stride), 3);
+  }
+  const __m512d a = _mm512_castps_pd(_mm512_unpacklo_ps(rows[0], rows[1]));
+  const __m512d b = _mm512_castps_pd(_mm512_unpackhi_ps(rows[0], rows[1]));
+  const __m512d c = _mm512_castps_pd(_mm512_unpacklo_ps(rows[2], rows[3]));
+  const __m512d d = _mm512_castps_pd(_mm512_unpackhi_ps(rows[2], rows[3]));
+  columns[0] = _mm512_castpd_ps(_mm512_unpacklo_pd(a, c));
+  columns[1] = _mm512_castpd_ps(_mm512_unpackhi_pd(a, c));
+  columns[2] = _mm512_castpd_ps(_mm512_unpacklo_pd(b, d));
+  columns[3] = _mm512_castpd_ps(_mm512_unpackhi_pd(b, d));
+}
 inline float highest(Floats v) { return _mm512_reduce_max_ps(v); }
 // The maxima of neighbouring lanes of `a` and of `b`, alternately.
 inline __m256 larger_pairs(__m256 a, __m256 b) {

@@ -28,6 +28,10 @@ inline Floats multiply_add(Floats a, Floats b, Floats c) {
 inline Floats with_bits(Floats integers) { return (Floats)__builtin_convertvector(integers, Flags); }
 // v 2^n; n in the low bits of `shifted`.
 inline Floats scaled(Floats v, Floats shifted) { return (Floats)((Bits)v + ((Bits)shifted << 23)); }
+// columns[i] = x[j * stride + i] for the kLanes rows j.
+inline void load_columns(const float *x, int64_t stride, Floats *columns) {
+  for (int i = 0; i < 4; ++i) columns[i] = Floats{x[i], x[stride + i], x[2 * stride + i], x[3 * stride + i]};
+}
 inline float highest(Floats v) {
   const float left = v[0] > v[1] ? v[0] : v[1], right = v[2] > v[3] ? v[2] : v[3];
   return left > right ? left : right;

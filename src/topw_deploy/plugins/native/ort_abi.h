@@ -54,6 +54,7 @@ constexpr Slot<Status *(const TensorInfo *, int *)> element_type{60};
 constexpr Slot<Status *(const TensorInfo *, size_t *)> dimension_count{61};
 constexpr Slot<Status *(const TensorInfo *, int64_t *, size_t)> dimensions{62};  // -1: unknown
 constexpr Slot<Status *(const Value *, TensorInfo **)> tensor_info{65};
+constexpr Slot<Status *(const KernelInfo *, const char *name, float *)> float_attribute{85};
 constexpr Slot<Status *(const KernelInfo *, const char *name, int64_t *)> int_attribute{86};
 // The size includes the final zero. A null buffer queries it.
 constexpr Slot<Status *(const KernelInfo *, const char *name, char *, size_t *)> string_attribute{87};

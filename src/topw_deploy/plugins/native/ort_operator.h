@@ -19,6 +19,7 @@ int64_t kernels_of_this_thread();
 
 extern const ort::Operator cpu_operator;
 extern const ort::Operator product_operator, offsets_product_operator;
+extern const ort::Operator attention_operator, read_only_attention_operator;
 #if defined(TOPW_WITH_CUDA)
 extern const ort::Operator cuda_operator;
 #endif

@@ -16,7 +16,6 @@ using ort::Status;
 
 enum Input { kActivations, kCodes, kScales, kZeroPoints, kGroups, kBias, kOffsets, kInputs };
 constexpr int64_t kInt8Activations = 4;  // the accuracy level
-constexpr size_t kMostDimensions = 8;
 constexpr int64_t kTasks = 64;           // at most, for the session's threads
 constexpr int64_t kSmallTask = 1 << 17;  // products of a code with a row: fewer take less time than waking a thread
 constexpr size_t kAlignment = 64;
@@ -69,31 +68,11 @@ Status *run(const Api &api, ort::KernelContext *context, Call &call) {
   return nullptr;
 }
 
-template <typename Element>
-Status *address(const Api &api, const ort::KernelContext *context, bool exists, size_t index, const Element **found) {
-  *found = nullptr;
-  if (!exists) return nullptr;
-  const ort::Value *value = nullptr;
-  void *data = nullptr;
-  TOPW_TRY(api[ort::get_input](context, index, &value));
-  TOPW_TRY(api[ort::tensor_data](const_cast<ort::Value *>(value), &data));
-  *found = static_cast<const Element *>(data);
-  return nullptr;
-}
-
 // The activations' dimensions, the last of which must be the matrix's inputs.
 Status *read_dimensions(const Api &api, const ort::KernelContext *context, int64_t inputs, int64_t *sizes,
                         size_t *rank) {
-  const ort::Value *value = nullptr;
-  ort::TensorInfo *info = nullptr;
-  TOPW_TRY(api[ort::get_input](context, kActivations, &value));
-  TOPW_TRY(api[ort::tensor_info](value, &info));
-  Status *failed = api[ort::dimension_count](info, rank);
-  const bool fits = !failed && *rank >= 1 && *rank <= kMostDimensions;
-  if (fits) failed = api[ort::dimensions](info, sizes, *rank);
-  api[ort::release_tensor_info](info);
-  TOPW_TRY(failed);
-  if (fits && sizes[*rank - 1] == inputs) return nullptr;
+  TOPW_TRY(read_sizes(api, context, kActivations, sizes, rank));
+  if (*rank >= 1 && *rank <= kMostDimensions && sizes[*rank - 1] == inputs) return nullptr;
   return refuse(api, ort::kInvalidArgument, "MatMulNBits needs 1 to %zu dimensions of activations, the last of %lld",
                 kMostDimensions, static_cast<long long>(inputs));
 }

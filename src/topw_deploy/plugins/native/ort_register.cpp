@@ -20,7 +20,8 @@ constexpr const ort::Operator *kOperators[] = {
 #if defined(TOPW_WITH_CUDA)
     &cuda_operator,
 #else
-    &product_operator, &offsets_product_operator,  // not beside CUDA: that would take products from the GPU, which has MatMulNBits itself
+    // Not beside CUDA: they would take nodes from the GPU, for which onnxruntime has kernels.
+    &product_operator, &offsets_product_operator, &attention_operator, &read_only_attention_operator,
 #endif
 };
 constexpr char kRegistered[] = "topw.registered";  // session option that marks registered operators

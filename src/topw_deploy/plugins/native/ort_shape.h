@@ -35,6 +35,35 @@ inline ort::Status *read_shape(const ort::Api &api, const ort::TensorInfo *info,
   return nullptr;
 }
 
+// The data of an input; null if the node has no such input.
+template <typename Element>
+ort::Status *address(const ort::Api &api, const ort::KernelContext *context, bool exists, size_t index,
+                     const Element **found) {
+  *found = nullptr;
+  if (!exists) return nullptr;
+  const ort::Value *value = nullptr;
+  void *data = nullptr;
+  TOPW_TRY(api[ort::get_input](context, index, &value));
+  TOPW_TRY(api[ort::tensor_data](const_cast<ort::Value *>(value), &data));
+  *found = static_cast<const Element *>(data);
+  return nullptr;
+}
+
+constexpr size_t kMostDimensions = 8;
+
+// An input's dimensions; only their number if there are more than kMostDimensions.
+inline ort::Status *read_sizes(const ort::Api &api, const ort::KernelContext *context, size_t index, int64_t *sizes,
+                               size_t *rank) {
+  const ort::Value *value = nullptr;
+  ort::TensorInfo *info = nullptr;
+  TOPW_TRY(api[ort::get_input](context, index, &value));
+  TOPW_TRY(api[ort::tensor_info](value, &info));
+  ort::Status *failed = api[ort::dimension_count](info, rank);
+  if (!failed && *rank <= kMostDimensions) failed = api[ort::dimensions](info, sizes, *rank);
+  api[ort::release_tensor_info](info);
+  return failed;
+}
+
 }  // namespace topw
 
 #endif

@@ -101,7 +101,7 @@ bool SetDistances::pack_members() {
       longest_ = std::max(longest_, squared >= 0 ? sqrt(squared) : INFINITY);
       bias_[packed_ + j] = metric_ == TOPW_COSINE ? 0.0f : static_cast<float>(-0.5 * squared);
     }
-    hot().interleave(points_.data(), stride_, d, &panels_[packed_ * d]);
+    hot().interleave(points_.data(), stride_, d, &panels_[packed_ * d], kPanel);
   }
   return true;
 }

@@ -55,7 +55,8 @@ class InPlaceCache(ABC):
         is_static = decoder.kv_form == "static"  # which returns the logits of each row's last token
         may_pad = is_static and not decoder.evicts
         in_one_run = width <= self._columns_per_run and (may_pad or int(self._lengths.min()) == width)
-        may_repeat = is_static and decoder.ragged_chunks and not decoder.recurs  # a token, as `_chunks` does
+        takes_ragged_chunks = decoder.ragged_chunks or session.attends_alone
+        may_repeat = is_static and takes_ragged_chunks and not decoder.recurs  # a token, as `_chunks` does
         self._feeds_together = len(prompts) == 1 or in_one_run or may_repeat
         self.input_ids = np.zeros((len(prompts), 1), np.int64)
         tokens = max(len(prompt) + budget for prompt, budget in zip(prompts, budgets, strict=True))

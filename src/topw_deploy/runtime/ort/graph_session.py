@@ -23,7 +23,7 @@ from topw_deploy.device_lock import device_lock
 from topw_deploy.errors import ManifestError, ParameterError, ProviderError, TensorRTError, one_line
 from topw_deploy.folders import map_stream
 from topw_deploy.install import major_minor
-from topw_deploy.manifest import MODEL_NAME, DecoderManifest, Lookup, Manifest, ModelFolder
+from topw_deploy.manifest import MODEL_NAME, NATIVE_ATTENTION, DecoderManifest, Lookup, Manifest, ModelFolder
 from topw_deploy.plugins import library
 from topw_deploy.runtime.inputs import EDIT_INPUTS, MASK_INPUT, RULE_INPUTS
 from topw_deploy.runtime.ort import native, providers
@@ -138,6 +138,9 @@ class GraphSession(OrtSession):
         self._warn_of_fallback(requested, failure, unused)
         _check_io(folder, raw)
         self.mask_words = mask_words(folder.manifest.sampler.vocab_size)
+        attention = folder.manifest.decoder.attention if isinstance(folder.manifest, DecoderManifest) else ""
+        is_native = self.sampler == "native" and self.provider == providers.CPU
+        self.attends_alone = is_native and attention == NATIVE_ATTENTION
         device = providers.device_of(self.provider), options.device_number
         graphs = graphs and self.provider == providers.CUDA
         super().__init__(raw, device, None if device[0] == "cpu" else BufferPool(device, graphs=graphs))

@@ -30,6 +30,7 @@ class OrtSession:
     most_rows: int | None = None
     most_columns: int | None = None
     most_edits: int | None = None
+    attends_alone = False
     mask_words = 0
     _buffers: Any = None
 
