@@ -52,6 +52,11 @@ def product_session(shape: Shape, *, native: bool) -> ort.InferenceSession:
     y.name, y.type, y.shape = "y", ir.TensorType(ir.DataType.FLOAT), ir.Shape([1, "rows", shape.outputs])
     imports = {"": 21, "com.microsoft": 1}
     graph = ir.Graph([x], [y], nodes=[node], initializers=weights, opset_imports=imports, name="product")
+    return open_session(graph, native=native)
+
+
+def open_session(graph: ir.Graph, *, native: bool) -> ort.InferenceSession:
+    """A session of nodes of onnxruntime, or of the native operators in their place."""
     model, options = ir.Model(graph, ir_version=10), ort.SessionOptions()
     options.use_per_session_threads = False
     if native:
