@@ -15,7 +15,7 @@ from tests.support.tiny_models import VOCAB, export, make_model, write_decoder, 
 from topw_deploy.errors import ParameterError, TokenizerError
 from topw_deploy.export import export_model
 from topw_deploy.export.sampler.node import OP_TYPE
-from topw_deploy.manifest import MANIFEST_NAME, load_manifest
+from topw_deploy.manifest import MANIFEST_NAME, NATIVE_ATTENTION, load_manifest
 from topw_deploy.progress import Progress
 from topw_deploy.runtime import TopWModel
 from topw_deploy.sampling.parameters import TopWOptions
@@ -59,7 +59,7 @@ def test_the_sampler_is_one_node_and_a_copied_cache_needs_standard_operators_onl
 def test_the_cache_is_static_by_default(exported: Callable[[str], Path]) -> None:
     decoder = load_manifest(exported("gemma3")).decoder
     assert decoder is not None
-    assert (decoder.kv_form, decoder.attention, decoder.target) == ("static", "GroupQueryAttention", "onnxruntime")
+    assert (decoder.kv_form, decoder.attention, decoder.target) == ("static", NATIVE_ATTENTION, "onnxruntime")
     assert (decoder.ragged_chunks, decoder.buffer_step, decoder.left_padding) == (False, 0, True)
     model = ir.load(exported("gemma3") / "model.onnx")
     assert {node.domain for node in model.graph} == {"", "com.microsoft", "topw"}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from itertools import islice
 from pathlib import Path
 
@@ -22,7 +22,7 @@ from topw_deploy.engine import Engine
 from topw_deploy.export.source.resolve import resolve
 from topw_deploy.export.verification.reference import decoder_driver
 from topw_deploy.manifest import load_decoder_manifest
-from topw_deploy.runtime import TopWModel
+from topw_deploy.runtime import GenerationResult, TopWModel
 from topw_deploy.sampling.geometry import SAMPLE_TEXT
 from topw_deploy.tiny.corpus import topic_sections
 from topw_deploy.web import write_site
@@ -142,6 +142,31 @@ def test_batch_engine_server_and_browser_give_the_same_tokens(
                 prompt = model.tokenizer.encode(question, add_special_tokens=False)
                 assert reference.gaps(prompt, tokens[: first + 1])[-1] <= TIE["kept"], way
     assert sum(tokens == found["alone"] for tokens in found.values()) >= 4
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_text_depends_on_no_batch_chunk_reused_prefix_or_draft(form: str, opened: Opened) -> None:
+    alone, sections = opened(form), list(islice(topic_sections(), 2))
+    if alone.sampler != "native":
+        pytest.skip("attention is not native")
+    settings = {"max_new_tokens": 16, "ignore_eos": True}
+    prompts = ["The sea is", rendered(alone, CHATS[2]), sections[0][:900], sections[1][:200] + " " + sections[1][:60]]
+
+    def draws(results: Iterable[GenerationResult]) -> list[tuple[list[int], list[float]]]:
+        return [(result.token_ids, result.logprobs) for result in results]
+
+    def drawn_by(engine: Engine, **more: str) -> list[tuple[list[int], list[float]]]:
+        requests = [engine.submit(prompt, seed=seed, **settings, **more) for seed, prompt in enumerate(prompts)]
+        return draws(request.result() for request in requests)
+
+    expected = draws(alone.generate(prompt, seed=seed, **settings) for seed, prompt in enumerate(prompts))
+    seeds = list(range(len(prompts)))
+    for chunk in (1, 50, 1000):
+        with TopWModel.from_pretrained(alone.path, provider="cpu", prefill_chunk=chunk) as model:
+            assert draws(model.generate(prompts, seed=seeds, **settings)) == expected, chunk
+    with Engine(alone, max_batch=3, prefill_budget=40) as engine:
+        assert [drawn_by(engine), drawn_by(engine), drawn_by(engine, speculate="prompt")] == [expected] * 3
+        assert engine.stats().cached_tokens > 0
 
 
 def test_llama_cpp_computes_the_same_from_the_file(smollm2: Path, reference: Reference, tmp_path: Path) -> None:
