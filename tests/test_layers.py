@@ -132,7 +132,14 @@ ORDER = (
             "runtime/session",
         ),
         *("runtime/parameters", "runtime/sequence"),
-        *("runtime/inputs", "runtime/cache", "runtime/speculate", "runtime/loop", "runtime/prepare"),
+        *(
+            "runtime/inputs",
+            "runtime/cache",
+            "runtime/speculate",
+            "runtime/draft_model",
+            "runtime/loop",
+            "runtime/prepare",
+        ),
         *("runtime/ort", "runtime"),
     ),
 )

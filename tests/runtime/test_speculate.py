@@ -177,7 +177,7 @@ def test_drafts_follow_the_last_occurrence_and_repeat_a_short_one() -> None:
 
 def costs(step: float, per_column: float) -> RunCosts:
     found = RunCosts()
-    for columns in (1, 2, 3, 4, 6, 8, 12, 16):
+    for columns in (16, 12, 8, 6, 4, 3, 2, 1):
         for _ in range(5):
             found.add(columns, step + per_column * (columns - 1))
     return found

@@ -22,6 +22,7 @@ from topw_deploy.cli.options import (
     PATH,
     SHORT_FLAGS,
     constraint_options,
+    draft_model_option,
     flag_of,
     model_option,
     opening_options,
@@ -59,6 +60,7 @@ _answer_options = option_group(
     ),
     click.option("--prefill-chunk", type=COUNT, help="Maximum number of prompt tokens per run; fewer save memory."),
     opening_options,
+    draft_model_option,
 )
 """The options of `topw generate` and `topw chat`; `_take_answer_options` takes most of their values."""
 
@@ -157,8 +159,9 @@ def chat(words: tuple[str, ...], model: str | None, system: str | None, stats: b
 
 def _take_answer_options(options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Take the values of `_answer_options`. Returns keywords of `TopWModel.from_pretrained` and of `generate`."""
-    limits = {"max_length": options.pop("max_context"), "prefill_chunk": options.pop("prefill_chunk")}
-    opening, greedy = {**take_opening(options), **limits}, options.pop("greedy")
+    own = {name: options.pop(name) for name in ("prefill_chunk", "draft_model")}
+    opening = {**take_opening(options), **own, "max_length": options.pop("max_context")}
+    greedy = options.pop("greedy")
     generation = take_constraint(options) | take_given(options, [name for name in OPTION_PARAMETERS if name in options])
     if "logit_bias" in generation:
         generation["logit_bias"] = _parse_biases(generation["logit_bias"])

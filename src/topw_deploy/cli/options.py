@@ -231,6 +231,13 @@ opening_options = option_group(
 )
 """The options that open a model; `take_opening` takes their values."""
 
+draft_model_option = click.option(
+    "--draft-model",
+    metavar="FOLDER",
+    type=PATH,
+    help="Exported smaller model with the same tokenizer, to draft tokens.",
+)
+
 
 def take_words(words: Sequence[str], most: int | None = None, **options: Any) -> list[Any]:
     """The values of arguments that may also be options, then the other words, of which there are at most `most`.

@@ -16,6 +16,7 @@ from topw_deploy.cli.options import (
     FILE,
     PATH,
     SIZE,
+    draft_model_option,
     force_option,
     json_option,
     opening_options,
@@ -116,6 +117,7 @@ def _read_config(ctx: click.Context, _option: click.Parameter, file: Path | None
 @click.option("--tool-parser", metavar="FAMILY", help="Family of tool calls.  [default: that of the chat template]")
 @click.option("--page/--no-page", default=True, help="Serve a page at / to try the models.")
 @opening_options
+@draft_model_option
 @click.option("--log-prompts", is_flag=True, help="Write prompts and answers to the log.")
 @click.option(
     "--log-format",
@@ -148,7 +150,7 @@ def serve(
         models=_models_by_name(folders, served_model_name),
         api_keys=options.pop("api_key"),
         cors_origins=options.pop("cors_origin"),
-        opening=take_opening(options),
+        opening={**take_opening(options), "draft_model": options.pop("draft_model")},
         engine=take_given(options, _SERVE_ENGINE_NAMES),
         **options,
     )

@@ -151,7 +151,9 @@ class Engine:
         )
         self._capacity = Capacity(slots + queue)
         costs = None if exact or not draws_several(model.manifest) else RunCosts()
-        self._worker = EngineWorker(self._batch, self._scheduler, self._prefixes, self._capacity, costs)
+        self._worker = EngineWorker(
+            self._batch, self._scheduler, self._prefixes, self._capacity, costs, model.draft_model
+        )
         self.limits = replace(model.limits, max_length=length, sequences=slots + queue, opened_as="engine")
         self._shutdown_lock = threading.Lock()
         self._is_stopped = False

@@ -21,7 +21,7 @@ from topw_deploy.runtime.prepare import Sequences
 from topw_deploy.runtime.results import GenerationResult, Piece
 from topw_deploy.runtime.sequence import Sequence as SequenceState
 from topw_deploy.runtime.session import Session
-from topw_deploy.runtime.speculate import Drafts
+from topw_deploy.runtime.speculate import DraftSource
 
 Event: TypeAlias = "tuple[int, int | str | None, int] | None"
 """(index of a sequence; its next token, or new text, or None at its end; number of its tokens so far).
@@ -269,7 +269,7 @@ class EngineSequence(ScheduledSequence):
         self.first_outputs: SlotOutputs | None = None
         self.drafted_outputs: list[SlotOutputs] = []
         self.spans: list[tuple[int, int]] = []
-        self.drafts: Drafts | None = None
+        self.drafts: DraftSource | None = None
         self.first_token_at = request.started
         self.has_ended = False
 

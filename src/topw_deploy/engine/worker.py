@@ -28,7 +28,8 @@ from topw_deploy.engine.scheduler import WAITING, Chunk, Scheduler
 from topw_deploy.engine.waiting import Capacity, Delivery
 from topw_deploy.errors import GenerationError, LogitsError, ParameterError, TopWError, one_line
 from topw_deploy.runtime.cache.buffers import SlotOutputs
-from topw_deploy.runtime.speculate import Drafts, FinishedTexts, RunCosts
+from topw_deploy.runtime.draft_model import DraftModel, new_drafts
+from topw_deploy.runtime.speculate import DraftSource, FinishedTexts, RunCosts
 
 _EXIT_SECONDS = 10.0  # seconds that the interpreter waits for a run or a callback in progress
 _workers: weakref.WeakSet[EngineWorker] = weakref.WeakSet()
@@ -91,13 +92,14 @@ class EngineWorker:
         prefixes: Prefixes,
         capacity: Capacity,
         costs: RunCosts | None,
+        draft_model: DraftModel | None = None,
     ) -> None:
         """costs: the measured times of the session's runs; None if the graph cannot speculate."""
         self.stats = EngineStats()
         self.alive: dict[Request, list[EngineSequence]] = {}
         self.failure = ""
         self._batch, self._scheduler, self._prefixes, self._capacity = batch, scheduler, prefixes, capacity
-        self._costs, self._finished = costs, FinishedTexts()
+        self._costs, self._draft_model, self._finished = costs, draft_model, FinishedTexts()
         prefixes.decoding_tokens = self._tokens_in
         # Unlike threading's locks, its `put` may run in a garbage collection during another `put`.
         self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
@@ -253,7 +255,8 @@ class EngineWorker:
         sequence.first_outputs = self._batch.first_outputs()
         sequence.spans = [(slot, self._batch.steps)]
         if self._costs is not None and sequence.state.speculates:
-            sequence.drafts = Drafts([*sequence.state.prompt, token], self._finished)
+            text = [*sequence.state.prompt, token]
+            sequence.drafts = new_drafts(sequence.state, text, self._draft_model, self._finished)
         self._add_token(sequence, token, partial(self._batch.begin, slot))
 
     def _write_edits(self) -> None:
@@ -331,7 +334,7 @@ class EngineWorker:
                 self._fail(sequence, error)
         self._deliver(passed, len(passed))
 
-    def _step_with_drafts(self, sequence: EngineSequence, drafts: Drafts, columns: int, costs: RunCosts) -> None:
+    def _step_with_drafts(self, sequence: EngineSequence, drafts: DraftSource, columns: int, costs: RunCosts) -> None:
         """Run a step of slot 0 that reads drafts too, and give its sequence the tokens that follow from accepted ones.
 
         Other slots are not decoding. Attention takes several tokens of one row only (`DecoderInfo.ragged_chunks`).
@@ -339,11 +342,13 @@ class EngineWorker:
         batch, state, began = self._batch, sequence.state, time.perf_counter()
         self._regroup()
         try:
-            tokens, outputs = batch.step_with_drafts(state, drafts.draft(columns - 1))
+            drafted = drafts.draft(columns - 1)
+            drafting, began = time.perf_counter() - began, time.perf_counter()
+            tokens, outputs = batch.step_with_drafts(state, drafted)
         except GenerationError as error:
             self._fail(sequence, error, nonfinite=True)
             return
-        costs.add(columns, time.perf_counter() - began)
+        costs.add(columns, time.perf_counter() - began, len(tokens), drafting)
         self.stats.steps += 1
         self.stats.drafted_tokens += columns - 1
         sequence.drafted_outputs += [*self._outputs_since(sequence), outputs]
@@ -499,6 +504,7 @@ class EngineWorker:
         sequence.has_ended = True
         if sequence.drafts is not None:
             self._finished.add(sequence.drafts.tokens)
+            sequence.drafts.close()
             sequence.drafts = None
         if all(other.has_ended for other in self.alive[sequence.request]):
             del self.alive[sequence.request]

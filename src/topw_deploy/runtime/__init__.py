@@ -13,6 +13,7 @@ ort.session: runs of the graph; on a device, ort.device.
 
 Other modules read what a request may add:
 speculate: drafts of the next tokens, and runs that read them.
+draft_model: drafts by a smaller model.
 structured: schemas and grammars.
 chat, tools: chat templates, tool calls.
 

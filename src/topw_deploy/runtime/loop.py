@@ -16,10 +16,11 @@ from topw_deploy.manifest import DecoderManifest, TensorSpec
 from topw_deploy.runtime.cache import Caches
 from topw_deploy.runtime.cache.buffers import StepRecord, allocate_zeros
 from topw_deploy.runtime.cache.in_place import StaticCache
+from topw_deploy.runtime.draft_model import DraftModel, new_drafts
 from topw_deploy.runtime.inputs import Draws, SamplerInputs
 from topw_deploy.runtime.sequence import Sequence
 from topw_deploy.runtime.session import Binding, Session
-from topw_deploy.runtime.speculate import DraftRun, Drafts, RunCosts
+from topw_deploy.runtime.speculate import DraftRun, DraftSource, RunCosts
 
 
 class Batch:
@@ -42,6 +43,7 @@ class Batch:
         sequences: list[Sequence],
         logits: LogitsBuffer | None = None,
         costs: RunCosts | None = None,
+        draft_model: DraftModel | None = None,
     ) -> None:
         """costs: the measured times of the session's runs; None if the graph cannot speculate."""
         if any(sequence.unread_tokens for sequence in sequences) and not caches.takes_ragged_batches:
@@ -70,7 +72,8 @@ class Batch:
         self.cache = caches.open(self.binding, prompts, budgets)
         self.next_ids = self.cache.input_ids.reshape(-1).data
         speculates = costs is not None and len(sequences) == 1 and sequences[0].speculates
-        self.costs, self.drafts = costs, Drafts(sequences[0].prompt) if speculates else None
+        self.costs = costs
+        self.drafts = new_drafts(sequences[0], sequences[0].prompt, draft_model) if speculates else None
         self.draft_runs: dict[int, DraftRun] = {}  # by columns
         for sequence in sequences:
             self.update_mask(sequence)
@@ -83,6 +86,8 @@ class Batch:
         self.binding.close()  # waits for an interrupted run
         for run in self.draft_runs.values():
             run.close()
+        if self.drafts is not None:
+            self.drafts.close()
         self.cache.close()
 
     def retire(self, sequence: Sequence) -> None:
@@ -140,7 +145,7 @@ def decode_one_token(batch: Batch) -> list[int]:
     return run_step(batch)
 
 
-def speculate(batch: Batch, drafts: Drafts, costs: RunCosts) -> Iterator[list[int]]:
+def speculate(batch: Batch, drafts: DraftSource, costs: RunCosts) -> Iterator[list[int]]:
     """Read the last token with drafts after it, and yield the tokens [1] of each step that follows from accepted ones.
 
     Where drafts do not pay, this is `decode_one_token`.
@@ -155,14 +160,16 @@ def speculate(batch: Batch, drafts: Drafts, costs: RunCosts) -> Iterator[list[in
         costs.add(1, time.perf_counter() - began)
         yield tokens
         return
+    drafted = drafts.draft(columns - 1)
+    drafting, began = time.perf_counter() - began, time.perf_counter()
     cache.advance([0], columns)
     run = b.draft_runs.get(columns)
     if run is None:
         run = b.draft_runs[columns] = DraftRun(b.session, b.inputs, cache.buffers, columns)
-    drawn = run.run(sequence, int(cache.last_indices[0]), last, drafts.draft(columns - 1))
+    drawn = run.run(sequence, int(cache.last_indices[0]), last, drafted)
     cache.skip([0], len(drawn) - 1)
     b.record.store_draws(b.step, run.record, len(drawn))
-    costs.add(columns, time.perf_counter() - began)
+    costs.add(columns, time.perf_counter() - began, len(drawn), drafting)
     for index, token in enumerate(drawn):
         if index:
             drafts.add(drawn[index - 1])

@@ -14,6 +14,7 @@ from topw_deploy.errors import GenerationError, ParameterError, TokenizerError
 from topw_deploy.manifest import DecoderManifest, ModelFolder
 from topw_deploy.runtime import cache
 from topw_deploy.runtime.chat import load_chat_template
+from topw_deploy.runtime.draft_model import DraftModel, check_draft_model
 from topw_deploy.runtime.guide import Grammars
 from topw_deploy.runtime.loop import Batch, LogitsBuffer, accept_tokens, logits_output, steps
 from topw_deploy.runtime.ort.graph_session import open_session
@@ -42,6 +43,7 @@ class TopWModel:
     cpu_nodes: the nodes that onnxruntime left on the CPU; see `CpuNode`.
     sampler: "native", "plugin" or "graph" (docs/guide/native.md).
     why_graph: why `sampler` is "graph".
+    draft_model: the smaller model that drafts tokens, or None.
     """
 
     def __init__(
@@ -53,6 +55,7 @@ class TopWModel:
         max_length: int | None = None,
         max_batch: int | None = None,
         prefill_chunk: int | None = None,
+        draft_model: DraftModel | None = None,
     ) -> None:
         decoder = folder.manifest.decoder
         cache.check_cache(decoder, (*folder.manifest.inputs, *folder.manifest.outputs))
@@ -69,7 +72,10 @@ class TopWModel:
         self._template = load_chat_template(folder, self.tokenizer)
         caches = cache.Caches(session, decoder, max_length=max_length, max_batch=max_batch, prefill_chunk=prefill_chunk)
         self._caches: cache.Caches | None = caches
-        self._preparer = Preparer(folder, self.tokenizer, limits, pads=caches.takes_ragged_batches)
+        self.draft_model, has_drafts = draft_model, draft_model is not None
+        self._preparer = Preparer(
+            folder, self.tokenizer, limits, pads=caches.takes_ragged_batches, has_drafts=has_drafts
+        )
         self.defaults = self._preparer.defaults
         self._session: Session | None = session
         self.cpu_nodes = session.cpu_nodes
@@ -85,6 +91,7 @@ class TopWModel:
         max_length: int | None = None,
         max_batch: int | None = None,
         prefill_chunk: int | None = None,
+        draft_model: str | Path | None = None,
         **session: Unpack[SessionKeywords],
     ) -> TopWModel:
         """Open a folder written by `topw-export`. Reads no other files and runs no code but the graph.
@@ -93,14 +100,28 @@ class TopWModel:
         max_batch: maximum sequences per call. If max_length is given too, the cache is allocated at once, otherwise on
             demand.
         prefill_chunk: maximum prompt tokens per run, over all rows; a smaller chunk takes less memory. None: 1,024.
+        draft_model: folder of a smaller model with the same tokenizer, which drafts tokens (docs/guide/runtime.md,
+            Speculation). It is opened with the same session options.
         session: the provider, its options, threads and the sampler; see `SessionOptions`.
 
         Raises ManifestError, TokenizerError, ProviderError, or ParameterError for an invalid option.
         """
         started = time.perf_counter()
-        folder = ModelFolder(path, DecoderManifest)
-        opened = open_session(folder, SessionOptions(**session))
-        return cls(folder, opened, started, max_length=max_length, max_batch=max_batch, prefill_chunk=prefill_chunk)
+        folder, options, drafts = ModelFolder(path, DecoderManifest), SessionOptions(**session), None
+        if draft_model is not None:
+            draft = ModelFolder(draft_model, DecoderManifest)
+            check_draft_model(draft, folder)
+            drafts = DraftModel(open_session(draft, options), draft.manifest, folder.manifest.sampler.vocab_size)
+        opened = open_session(folder, options)
+        return cls(
+            folder,
+            opened,
+            started,
+            max_length=max_length,
+            max_batch=max_batch,
+            prefill_chunk=prefill_chunk,
+            draft_model=drafts,
+        )
 
     @property
     def limits(self) -> Limits:
@@ -278,7 +299,7 @@ class TopWModel:
 
     def close(self) -> None:
         """Free the session and the cache as soon as running generations end."""
-        self._session = self._caches = None
+        self._session = self._caches = self.draft_model = None
 
     def __enter__(self) -> TopWModel:
         return self
@@ -316,7 +337,7 @@ class TopWModel:
             logits = None
             if self._logits_output is not None and any(sequence.params.needs_scores for sequence in sequences):
                 logits = LogitsBuffer(self._logits_output, len(sequences), self.manifest.sampler.vocab_size)
-            batch = Batch(*self._require_open(), sequences, logits, self._costs)
+            batch = Batch(*self._require_open(), sequences, logits, self._costs, self.draft_model)
             try:
                 for sequence in sequences:
                     if sequence.callbacks is not None:

@@ -44,7 +44,7 @@ EVERYWHERE = frozenset({"json", "file", "command"})
 NO_OPTION, REQUEST = EVERYWHERE - {"command"}, EVERYWHERE - {"file"}
 JSON, PYTHON = frozenset({"json"}), frozenset[str]()
 
-SPECULATIONS = ("prompt",)
+SPECULATIONS = ("prompt", "model", "off")
 """The values of `speculate`."""
 
 T = TypeVar("T")
@@ -397,7 +397,8 @@ class GenerationParameters(PromptInputs, total=False):
     speculate: Annotated[
         PerPrompt[str],
         Parameter(
-            "Where to draft tokens from, of which a run accepts several: repetitions of prompt and answer.",
+            "Where to draft tokens from, of which a run accepts several: repetitions of prompt and answer, or the "
+            "draft model; by default the draft model if there is one.",
             places=REQUEST,
             choices=SPECULATIONS,
         ),

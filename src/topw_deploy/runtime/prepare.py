@@ -56,7 +56,6 @@ _OF_IDS = ("eos_token_id", "stop_token_ids", "logit_bias", "suppress_tokens", "a
 _TAKEN_AS_STATED = (
     *("stop_strings", "repetition_penalty", "presence_penalty", "frequency_penalty", "no_repeat_ngram_size"),
     *("logit_bias", "suppress_tokens", "allowed_token_ids", "bad_words_ids", "logprobs", "prompt_logprobs"),
-    "speculate",
 )
 _TOP_W = RuleParameters()
 # A tokenizer's outputs without effect on a decoder's tokens.
@@ -155,15 +154,23 @@ class Preparer:
     """
 
     def __init__(
-        self, folder: ModelFolder[DecoderManifest], tokenizer: Tokenizer, limits: Limits, *, pads: bool = True
+        self,
+        folder: ModelFolder[DecoderManifest],
+        tokenizer: Tokenizer,
+        limits: Limits,
+        *,
+        pads: bool = True,
+        has_drafts: bool = False,
     ) -> None:
         """pads: whether the prompts of a batch may differ in length.
+        has_drafts: whether there is a draft model.
 
         Raises ParameterError for an invalid parameter in `generation_config.json`.
         """
         self.limits = limits
         self.defaults, self._bos_token_id = read_model_defaults(folder, tokenizer)
         self._path, self._manifest, self._tokenizer, self._pads = folder.path, folder.manifest, tokenizer, pads
+        self._has_drafts = has_drafts
         self._geometry, self._median = folder.manifest.sampler.geometry, folder.manifest.median_distance
         package = {name: parameter.default for name, parameter in _PER_PROMPT.items()}
         self._fallbacks = {**package, **folder.manifest.stated_defaults}
@@ -273,6 +280,7 @@ class Preparer:
             eos_token_ids=stop if values["ignore_eos"] else eos | stop,
             pad_token_id=pad if pad is not None and pad < limits.vocab_size else min(eos, default=0),
             constraint=None if constraint is None or constraint.kind == "text" else constraint,
+            speculate=_resolve_speculation(values["speculate"], self._has_drafts),
             hidden_tokens=frozenset(hidden),
             **{name: values[name] for name in _TAKEN_AS_STATED},
         )
@@ -394,6 +402,18 @@ def _resolve_budget(prompt: int, values: ChainMap[str, Any], limits: Limits) -> 
             "max_new_tokens is 0, but must be an integer >= 1, or 0 with prompt_logprobs.", "max_new_tokens"
         )
     return min(budget, limits.tokens - prompt)
+
+
+def _resolve_speculation(stated: str | None, has_drafts: bool) -> str | None:
+    if stated == "model" and not has_drafts:
+        raise ParameterError(
+            "speculate is 'model', but no draft model is open; open the model with draft_model, or give 'prompt'.",
+            "speculate",
+            "draft_model",
+        )
+    if stated is None:
+        return "model" if has_drafts else None
+    return None if stated == "off" else stated
 
 
 def _excess(tokens: int, limits: Limits) -> str:

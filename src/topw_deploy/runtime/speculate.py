@@ -7,6 +7,8 @@ are those that single steps would draw. A rejected token is overwritten by the n
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
+from collections import defaultdict
 from collections.abc import Sequence
 
 import numpy as np
@@ -22,7 +24,12 @@ _ORDER = 3  # tokens that must occur again before a draft follows them
 _WIDTHS = (2, 3, 4, 6, 8, 12, 16)  # columns of a run
 MOST_COLUMNS = _WIDTHS[-1]
 _GAIN = 1.05  # a run with drafts must promise so many times a step's tokens per second
-_EXTRA_COST = 0.03  # of a column, in steps, before it was measured
+_EXTRA_COST = 0.03  # of a column, in steps, before any was measured
+_TRIAL = 4  # columns of a run that finds out whether drafts pay by now
+_TRIAL_SHARE = 0.02  # of the time of steps, that trials may lose
+_MOST_SPARE = 32.0  # steps that trials may lose at once
+_FIRST_STEPS = 4  # without drafts, whose times all choices rest on
+_RUNS_PER_STEP = 32  # runs with drafts before a step without measures its time again
 _SHARED_TOKENS = 1 << 17  # of finished sequences
 _KEPT = 0.95  # share of the counts of right drafts that remains at the next comparison of their class
 _PRIORS = (0.5, 0.6, 0.8, 0.9, 0.9, 0.9)  # share of right drafts in each class before any comparison
@@ -67,7 +74,63 @@ class FinishedTexts:
             self.index.add(token)
 
 
-class Drafts:
+class DraftSource(ABC):
+    """Drafts of one sequence's next tokens.
+
+    needs_trials: whether only runs show how many of its drafts are right.
+    """
+
+    needs_trials = False
+
+    @property
+    @abstractmethod
+    def tokens(self) -> list[int]:
+        """The tokens of the sequence."""
+
+    @property
+    @abstractmethod
+    def is_ready(self) -> bool:
+        """Whether there is a draft."""
+
+    @abstractmethod
+    def add(self, token: int) -> None:
+        """Add the sequence's next token."""
+
+    @abstractmethod
+    def draft(self, count: int) -> list[int]:
+        """The `count` tokens to draft, zeros where there is no draft."""
+
+    @abstractmethod
+    def expected(self, count: int) -> list[float]:
+        """The expected number of accepted tokens among the first 0, 1, .. `count` drafted ones."""
+
+    def seconds(self, count: int, drawn: float = math.inf) -> float:
+        """The seconds that `draft` takes.
+
+        drawn: number of tokens that bear the cost of a beginning that other drafts share; infinity for all of it.
+        """
+        return 0.0
+
+    def close(self) -> None:  # noqa: B027  # not abstract: only a draft model has memory to release
+        """Release memory."""
+
+
+class Acceptance:
+    """The share of right drafts, in which older ones count less."""
+
+    def __init__(self) -> None:
+        self._hits = self._tries = 0.0
+
+    def add(self, hit: bool) -> None:
+        """Add a drafted token: whether it was drawn."""
+        self._hits, self._tries = _KEPT * self._hits + hit, _KEPT * self._tries + 1
+
+    def rate(self, prior: float) -> float:
+        """The share. prior: the share before any draft."""
+        return (self._hits + _PRIOR_TRIES * prior) / (self._tries + _PRIOR_TRIES)
+
+
+class Drafts(DraftSource):
     """Drafts of one sequence's next tokens: those that followed an earlier occurrence of its last tokens.
 
     Every draw is compared with the first drafted token, whether or not a run has read it, so the share of right ones is
@@ -78,17 +141,15 @@ class Drafts:
         self._own, self._finished = TokenIndex(), finished
         self._source: list[int] = []
         self._place = self._matched = 0  # of the next token in `_source`, 0 for none; tokens of the repetition so far
-        self._hits, self._tries = [0.0] * _CLASSES, [0.0] * _CLASSES
+        self._accepted = [Acceptance() for _ in _PRIORS]  # by class
         for token in prompt[:-1]:
             self._own.add(token)
         self.add(prompt[-1])
 
     def add(self, token: int) -> None:
-        """Add the sequence's next token."""
         if self._place:
-            kind, hit = _class_of(self._matched), self._source[self._place] == token
-            self._hits[kind] = _KEPT * self._hits[kind] + hit
-            self._tries[kind] = _KEPT * self._tries[kind] + 1
+            hit = self._source[self._place] == token
+            self._accepted[_class_of(self._matched)].add(hit)
             self._place, self._matched = (self._place + 1, self._matched + 1) if hit else (0, 0)
         last = (*self._own.tokens[1 - _ORDER :], token)
         earlier = self._own.find(last)
@@ -100,10 +161,7 @@ class Drafts:
                 self._place = self._finished.index.find(last) % max(1, len(self._source))  # 0 at its end
 
     def draft(self, count: int) -> list[int]:
-        """The `count` tokens to draft, zeros if there is no draft.
-
-        If the text ends before, they start again where the draft starts.
-        """
+        """The tokens to draft. If the text ends before, they start again where the draft starts."""
         if not self._place:
             return [0] * count
         found = self._source[self._place : self._place + count]
@@ -111,20 +169,16 @@ class Drafts:
 
     @property
     def tokens(self) -> list[int]:
-        """The tokens of the sequence."""
         return self._own.tokens
 
     @property
     def is_ready(self) -> bool:
-        """Whether there is a draft."""
         return self._place > 0
 
     def expected(self, count: int) -> list[float]:
-        """The expected number of accepted tokens among the first 0, 1, .. `count` drafted ones."""
         if not self._place:
             return [0.0] * (count + 1)
-        counts = zip(self._hits, self._tries, _PRIORS, strict=True)
-        rates = [(hits + _PRIOR_TRIES * prior) / (tries + _PRIOR_TRIES) for hits, tries, prior in counts]
+        rates = [accepted.rate(prior) for accepted, prior in zip(self._accepted, _PRIORS, strict=True)]
         total, share, sums = 0.0, 1.0, [0.0]
         for matched in range(self._matched, self._matched + count):
             share *= rates[_class_of(matched)]
@@ -138,38 +192,77 @@ def _class_of(matched: int) -> int:
     return min(matched.bit_length() - 2, _CLASSES - 1)
 
 
-class RunCosts:
-    """The measured seconds of runs of one sequence, by their columns."""
+class Seconds:
+    """The measured time of runs of one shape.
+
+    value: seconds; infinite before they are known.
+    runs: number of runs.
+    """
 
     def __init__(self) -> None:
-        self._seconds: dict[int, tuple[int, float]] = {}  # number of runs, estimate
+        self.value, self.runs = math.inf, 0
 
-    def add(self, columns: int, seconds: float) -> None:
+    def add(self, seconds: float) -> None:
         """Add a run's time."""
-        runs, old = self._seconds.get(columns, (0, math.inf))
+        runs, old = self.runs, self.value
         # The first run allocates memory. Of the next three the fastest counts, so that a hiccup stops nothing.
-        new = math.inf if runs == 0 else min(old, seconds) if runs < 4 else old + (min(seconds, 2 * old) - old) / 8
-        self._seconds[columns] = runs + 1, new
+        if runs:
+            self.value = min(old, seconds) if runs < 4 else old + (min(seconds, 2 * old) - old) / 8
+        self.runs += 1
 
-    def choose(self, drafts: Drafts, most: int) -> int:
-        """The number of columns of the next run, 1 to `most`, that promises the most tokens per second."""
-        step = self._estimate(1)
-        if not drafts.is_ready or not math.isfinite(step):
+    @property
+    def known(self) -> float:
+        """The seconds; 0 before they are known."""
+        return self.value if math.isfinite(self.value) else 0.0
+
+
+class RunCosts:
+    """The measured seconds of runs of one sequence, by their columns, and what they save.
+
+    Drafts that do not pay are tried again when runs have saved the time, and steps a small share of it.
+    """
+
+    def __init__(self) -> None:
+        self._runs: defaultdict[int, Seconds] = defaultdict(Seconds)
+        self._spare = 0.0  # seconds that trials may lose
+        self._since_step = 0  # runs with drafts
+
+    def add(self, columns: int, seconds: float, drawn: int = 1, drafting: float = 0.0) -> None:
+        """Add a run's time.
+
+        drawn: number of tokens that the run gave.
+        drafting: seconds to draft the tokens that it read.
+        """
+        self._runs[columns].add(seconds)
+        self._since_step = 0 if columns == 1 else self._since_step + 1
+        step = self._runs[1].known
+        saved = _TRIAL_SHARE * step if columns == 1 else drawn * step - seconds - drafting
+        self._spare = max(-_MOST_SPARE * step, min(self._spare + saved, _MOST_SPARE * step))
+
+    def choose(self, drafts: DraftSource, most: int) -> int:
+        """The number of columns of the next run, 1 to `most`, that promises the most tokens per second.
+
+        Runs of a new width are at most twice as wide as those that were measured.
+        """
+        step, is_stale = self._runs[1].value, self._since_step >= _RUNS_PER_STEP
+        if not drafts.is_ready or is_stale or self._runs[1].runs < _FIRST_STEPS:
             return 1
         accepted = drafts.expected(MOST_COLUMNS - 1)
-        best, best_rate = 1, _GAIN / step
+        best, best_rate, loss = 1, _GAIN / step, math.inf
+        widest, per_column = 2, _EXTRA_COST * step
         for columns in _WIDTHS:
-            if columns > most:
+            if columns > min(most, 2 * widest):
                 break
-            cost = self._estimate(columns)
-            if not math.isfinite(cost):
-                cost = step * (1 + _EXTRA_COST * (columns - 1))
-            if (rate := (1 + accepted[columns - 1]) / cost) > best_rate:
+            if math.isfinite(cost := self._runs[columns].value):
+                widest, per_column = columns, (cost - step) / (columns - 1)
+            else:
+                cost = step + per_column * (columns - 1)
+            drawn = 1 + accepted[columns - 1]
+            if (rate := drawn / (cost + drafts.seconds(columns - 1, drawn))) > best_rate:
                 best, best_rate = columns, rate
-        return best
-
-    def _estimate(self, columns: int) -> float:
-        return self._seconds.get(columns, (0, math.inf))[1]
+            if columns == _TRIAL and drafts.needs_trials:
+                loss = cost + drafts.seconds(columns - 1) - step
+        return _TRIAL if best == 1 and loss < self._spare else best
 
 
 class DraftRun:

@@ -293,6 +293,10 @@ class Tokenizer:
             if isinstance(content, str):
                 self.special_tokens[role] = content
 
+    def has_tokens_of(self, other: Tokenizer) -> bool:
+        """Whether both have the same tokens, with the same ids."""
+        return bool(self._raw.get_vocab() == other._raw.get_vocab())
+
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Convert text to token ids. Raises PromptError for a lone surrogate, which UTF-8 cannot encode."""
         try:
